@@ -44,6 +44,7 @@ BENCHES: dict[str, Bench] = {
     "contexts": Bench("benches.contexts", True, short=None),
     "windows": Bench("benches.windows", True, short=None),
     "adapters": Bench("benches.adapters", True, short=None),
+    "draft_model": Bench("benches.draft_model", True, short=None),
     "cliffs": Bench("benches.cliffs", True, short=None),
     "simulation": Bench("benches.simulation", short=("--quick",)),
     "compare": Bench(

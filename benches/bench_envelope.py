@@ -8,7 +8,7 @@
 * new: objects of at least the payload's size that one warm step makes, as tracemalloc sees them while the step's
   intermediates are kept alive. It does not see memory inside protobuf messages.
 * copies: passes that write the whole payload again, including the f16 conversion. Each is marked in the code below.
-Copies inside protobuf count.
+  Copies inside protobuf count.
 * The run fails if the two ways give different rows.
 """
 

@@ -67,7 +67,8 @@ def predictions(answers: Sequence[Answer], share: float, n_vocab: int) -> list[A
     return [tuple(tokens) for tokens in wrong]
 
 
-async def _figures(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+async def figures_of(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Return what a pipeline says of itself."""
     async with session.get(url + "/v1/pipeline") as response:
         found: dict[str, Any] = await response.json()
         return found
@@ -79,13 +80,13 @@ async def ask(
 ) -> Run:  # fmt: skip
     """Ask all prompts at once."""
     target = Target(ready["url"], "openai", ready["model"])
-    before = await _figures(session, ready["url"])
+    before = await figures_of(session, ready["url"])
     requests = [
         Request(at, n_tokens, time.monotonic_ns(), prediction=predicted[at] if predicted else ())
         for at in range(len(prompts))
     ]
     await asyncio.gather(*(load.complete(session, target, prompts[each.prompt_index], each) for each in requests))
-    after = await _figures(session, ready["url"])
+    after = await figures_of(session, ready["url"])
     drafted, accepted = (after[key] - before[key] for key in ("drafted_tokens", "accepted_tokens"))
     return Run(draft, len(prompts), share, tuple(requests), drafted, accepted)
 

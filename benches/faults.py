@@ -39,9 +39,9 @@ from benches.reference import Prompt
 from benches.tables import RESULTS
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
-from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.demo_run import MODEL
 from relayline.deploy.launch.local import running
+from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.process import first_of

@@ -4,8 +4,8 @@ One stage with the KV cells of half of an 8B model (64 KiB a token; its matrices
 `--windows` it has those of Gemma 3 4B: 20 KiB a token in layers without a window, and 116 MiB of windows. Meanwhile
 another lane of `--tokens` tokens is copied: into the tier, out of it, or to another lane. Copies in pieces between
 steps and copies in one go take turns. The report has medians over the repeats: the stream's usual gap between two
-tokens, its longest one meanwhile, the most processor time that was spent on copying between two steps (other programs
-change that less), and the time that each copy took.
+tokens, its longest one meanwhile, and the time that each copy took. It also has the most processor time that was spent
+on copying between two steps, which other programs change less.
 """
 
 from __future__ import annotations

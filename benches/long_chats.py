@@ -1,8 +1,8 @@
 """More chats than lanes, one after the other, twice: `python -m benches.long_chats [--quick]`.
 
 Between a chat's two turns other chats take its lane. So the second turn starts from the prefixes that stages have
-stored, or with `--prefix-memory-bytes 0` reads everything again. The bench runs both. The
-report has medians over the chats: the time to the first token, and the tokens that came from kept prefixes.
+stored, or with `--prefix-memory-bytes 0` reads everything again. The bench runs both. The report
+has medians over the chats: the time to the first token, and the tokens that came from kept prefixes.
 """
 
 from __future__ import annotations

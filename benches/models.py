@@ -60,6 +60,7 @@ class Shape:
     n_ff: int
     n_vocab: int
     window: int = 0  # tokens that five of six layers read; 0: all layers read all
+    residual_gain: float = RESIDUAL_GAIN  # how much blocks change what the next token depends on
 
     @property
     def is_hybrid(self) -> bool:
@@ -134,7 +135,7 @@ def _attention(
     yield _Matrix(f"{prefix}attn_q.weight", n_queries, width, plain, QK_GAIN)
     yield _Matrix(f"{prefix}attn_k.weight", kv, width, plain, QK_GAIN)
     yield _Matrix(f"{prefix}attn_v.weight", kv, width, better)
-    yield _Matrix(f"{prefix}attn_output.weight", width, heads, plain, RESIDUAL_GAIN)
+    yield _Matrix(f"{prefix}attn_output.weight", width, heads, plain, shape.residual_gain)
 
 
 def _delta_net(
@@ -149,11 +150,11 @@ def _delta_net(
     yield _Matrix(f"{prefix}ssm_dt.bias", 1, n_heads, T.F32, constant=FADING)
     yield _Matrix(f"{prefix}ssm_a", 1, n_heads, T.F32, constant=-1.0)
     yield _Matrix(f"{prefix}ssm_norm.weight", 1, shape.head_dim // 2, T.F32, constant=1.0)
-    yield _Matrix(f"{prefix}ssm_out.weight", width, inner, better, RESIDUAL_GAIN)
+    yield _Matrix(f"{prefix}ssm_out.weight", width, inner, better, shape.residual_gain)
 
 
 def _block(shape: Shape, layer: int, mix: tuple[GGMLQuantizationType, ...]) -> Iterator[_Matrix]:
-    width, out = shape.n_embd, RESIDUAL_GAIN
+    width, out = shape.n_embd, shape.residual_gain
     plain, better = mix[0], mix[1] if layer % 2 else mix[0]
     prefix = f"blk.{layer}."
     yield _Matrix(f"{prefix}attn_norm.weight", 1, width, T.F32, constant=1.0)
@@ -289,8 +290,8 @@ def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> No
 
 def model_path(shape: Shape, mix_name: str) -> Path:
     """Return where a model is cached; the name changes with everything that its bytes depend on."""
-    sizes = dataclasses.astuple(shape)[: None if shape.window else -1]
-    facts = repr((RECIPE, SEED, sizes, mix_name, QK_GAIN, RESIDUAL_GAIN, HEAD_GAIN, HEAD_SPREAD))
+    sizes = dataclasses.astuple(shape)[: -1 if shape.window else -2]
+    facts = repr((RECIPE, SEED, sizes, mix_name, QK_GAIN, shape.residual_gain, HEAD_GAIN, HEAD_SPREAD))
     digest = hashlib.sha256(facts.encode()).hexdigest()[:10]
     return cache_dir() / "bench-models" / f"{shape.name}-{mix_name}-{digest}.gguf"
 

@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -24,6 +23,7 @@ from benches import stages
 from benches.peers import Peers
 from benches.proxy import DelayProxy, delayed
 from relayline.deploy.cli.load import Target
+from relayline.deploy.machine.ports import free_port
 from relayline.wire.links.security import TOKEN_VARIABLE
 
 READY_TIMEOUT_S = 300.0
@@ -159,14 +159,6 @@ async def relayline_linked(
         serve = relayline(f"{name}-serve", [*arguments, "--http", "127.0.0.1:0", "--exit-with-stdin", *flags], setup)
         ready = await stack.enter_async_context(serve)
         yield Target(ready["url"], "openai", ready["model"]), proxies
-
-
-def free_port() -> int:
-    """Return a TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.asynccontextmanager

@@ -3,9 +3,9 @@
     python -m benches.simulation [--quick] [--seed N]
 
 For each scenario it prints the rate of the automatic policy, the best hand-set plan, plain drain, no batching, and the
-analytic bound; then a long prompt beside running streams, a stage that slows down, requests that come and go, and
-streams that go on after a loss; last, drafts with clients that predict their answers. Every run is audited (see
-relayline.deploy.testing.simulation.audit). A broken invariant ends the program.
+analytic bound. Then come a long prompt beside running streams, a stage that slows down, requests that come and go, and
+streams that go on after a loss. The last are drafts: with clients that predict their answers, and with a draft model.
+Every run is audited (see relayline.deploy.testing.simulation.audit). A broken invariant ends the program.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from relayline.deploy.testing.simulation.draft_model import DraftModelFacts
 from relayline.deploy.testing.simulation.run import AUTO, DRAIN, SINGLE, Simulation
 from relayline.deploy.testing.simulation.scenarios import (
     best_of_sweep,
     burst,
     churn,
+    draft_model_gain,
     drafting,
     paused,
     prompt_during_decode,
@@ -211,6 +213,26 @@ def draft_table(quick: bool) -> float:
     return worst
 
 
+def draft_model_table(quick: bool) -> float:
+    """Print the gain of a draft model whose guess takes 2 ms; returns the worst."""
+    shares = (0.85, 0.6, 0.2)
+    titles = [f"{share:.0%} right" for share in shares]
+    table = Table("scenario", "streams", *titles, title="gain of a draft model, 2 ms a guess, 96 tokens")
+    worst = 9.0
+    for curve in CURVES:
+        for n_stages, link_ms in ((2, 0),) if quick else ((1, 0), (2, 0), (2, 10), (4, 0), (4, 10)):
+            for n_streams in (1,) if quick else (1, 2, 4):
+                stages = equal_stages(n_stages, curve)
+                models = [DraftModelFacts(share, 2 * MS) for share in shares]
+                found = [draft_model_gain(stages, n_streams, model, link_ns=link_ms * MS) for model in models]
+                worst = min(worst, *found)
+                scenario = f"{curve}, {n_stages}, links {link_ms} ms"
+                table.add_row(scenario, str(n_streams), *(f"{gain:.2f}" for gain in found))
+        table.add_section()
+    console.print(table)
+    return worst
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the scenarios; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benches.simulation", description=__doc__)
@@ -224,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     worst_itl = prompt_table(options.quick)
     change_table(options.quick, options.seed)
     loss_table(options.quick)
-    worst_gain = draft_table(options.quick)
+    worst_gain = min(draft_table(options.quick), draft_model_table(options.quick))
     console.print(
         f"worst automatic/best by hand {worst_rate:.3f} (floor {RATE_FLOOR}), worst ITL p99 beside a prompt "
         f"{worst_itl:.2f}x quiet (ceiling {ITL_CEILING:g}), worst with drafts/without {worst_gain:.3f} (floor "

@@ -37,9 +37,9 @@ from benches.verdicts import CANCELLED, wrong_answers
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
-from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.demo_run import MODEL
 from relayline.deploy.launch.local import running
+from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.deploy.models.splits import split_for

@@ -1,5 +1,7 @@
-"""The stages' own figures of a run: the rate that their cost curves allow, which tells an idle schedule from a busy
-processor; the share of the decode time in which several computed at once; and the reasons why the others waited.
+"""The stages' own figures of a run: what their cost curves allow, how much they overlapped, and why others waited.
+
+The rate that the curves allow tells an idle schedule from a busy processor. The overlap is the share of the decode time
+in which several stages computed at once.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ class Allowed:
 
 
 def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens: int) -> Allowed:
-    """Return the largest rates that the curves allow n_streams. Pure. Every stage reads all prompts in chunks of its
-    best size. It then makes all decode steps at the best rate of any schedule (see stage_rates), at the context of half
-    an answer. It begins when a chunk has passed the earlier stages, and its last step is followed by those of the later
-    ones. The slowest stage decides. This is close to a bound, but not a strict one: a prompt's rows may fill up a
-    decode step, scratch rows are charged for context here, and rows of many streams in tiles of attention cost more
-    than counted here.
+    """Return the largest rates that the curves allow n_streams. Pure.
+
+    Every stage reads all prompts in chunks of its best size. It then makes all decode steps at the best rate of any
+    schedule (see stage_rates), at the context of half an answer. It begins when a chunk has passed the earlier stages,
+    and its last step is followed by those of the later ones. The slowest stage decides.
+
+    This is close to a bound, but not a strict one. A prompt's rows may fill up a decode step, and scratch rows are
+    charged for context here. Rows of many streams in tiles of attention cost more than counted here.
     """
     rows = [dataclasses.replace(stage, prompt_tokens=n_prompt // 2) for stage in stages]
     chunks = [chunk for chunk in CHUNK_LADDER if chunk <= min(stage.rows_max for stage in stages)]

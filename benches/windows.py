@@ -27,11 +27,12 @@ from benches.contexts import step_ms
 from benches.models import SHAPES, model
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Load
-from relayline.coordinator.planner.memory import MIB, stage_memory
+from relayline.coordinator.planner.memory import stage_memory
 from relayline.deploy.models.splits import split_for
-from relayline.deploy.planning.inputs import shape_of
+from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.native import NativeEngine
+from relayline.wire.common.units import MIB
 
 N_LAYERS = 6  # of the slice; the last of them has no window
 KEPT = ("all", "window")

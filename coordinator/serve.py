@@ -13,20 +13,20 @@ from pathlib import Path
 from aiohttp import web
 
 from relayline.coordinator.config import Callbacks, Joinable, Ready, ServeConfig
-from relayline.coordinator.engine.pipeline import Pipeline
-from relayline.coordinator.engine.pipeline_config import PipelineConfig
+from relayline.coordinator.engine.draft_seam import drafting
+from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.engine.stage_curves import CurveTelling
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
-from relayline.coordinator.http.edge.api_keys import protect_http
 from relayline.coordinator.http.edge.limits import limits_of
-from relayline.coordinator.http.edge.server import server_tls, start_http
+from relayline.coordinator.http.edge.server import server_tls
+from relayline.coordinator.http.opening import opened
 from relayline.coordinator.http.replies.service import ServedModel
-from relayline.coordinator.images.begin import encoder_of
-from relayline.coordinator.joining.mover import LayerMover, rebalancer_of
-from relayline.coordinator.joining.port import make_roster, serve_joining
+from relayline.coordinator.joining.port import enrol_address_of, make_inviter, make_roster, serve_joining
+from relayline.coordinator.media.begin import encoder_of
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
+from relayline.coordinator.steering import steering_of
 from relayline.coordinator.text.chat_choice import chat_template_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
@@ -47,6 +47,7 @@ def run_coordinator(config: ServeConfig, callbacks: Callbacks) -> None:
 
 async def _serve(config: ServeConfig, stopping: asyncio.Event, callbacks: Callbacks) -> None:
     check_connects(config.pipeline.addresses, config.pipeline.security)
+    allow_invites = config.pipeline.serving.allow_invites and config.http.api_keys_file is not None
     file, tokenizer = _read_split(config)
     roster = make_roster(config.join, callbacks.on_member) if config.join is not None else None
     chat = chat_template_of(tokenizer, config.chat_template_file)
@@ -61,26 +62,34 @@ async def _serve(config: ServeConfig, stopping: asyncio.Event, callbacks: Callba
             pipeline_config, file, tokenizer.is_end, roster, observer, tokenizer.message_ends.__contains__
         )
         pipeline.planned = config.planned
-        mover = _mover_of(config, pipeline)
-        stack.push_async_callback(mover.close)
+        steering = steering_of(config, pipeline, roster, observer)
+        stack.push_async_callback(steering.close)
+        link = await stack.enter_async_context(drafting(pipeline, config.pipeline.serving, tokenizer.path))
         encoder = await encoder_of(config.pipeline.serving, file, tokenizer)
+        steering.sleeper.helpers += [helper.rest for helper in (link, encoder) if helper is not None]
         model_id = config.pipeline.serving.model_id or file.model_name
         model = ServedModel(model_id, int(time.time()), tokenizer, chat, encoder)
         control = TelemetryControl(observer, lambda: pipeline.stages)
-        app = make_app(pipeline, model, limits_of(config.pipeline.serving), control, mover)
+        inviter = make_inviter(config.join, roster, steering.mover.add) if allow_invites else None
+        app = make_app(
+            pipeline, model, limits_of(config.pipeline.serving), control, steering.mover, inviter, steering.sleeper
+        )
         app[FACTS]["jaeger_url"] = config.pipeline.serving.jaeger_url.rstrip("/")
         _check_template(app, config.chat_template_file)
-        stack.enter_context(protect_http(app, config.http))
         # The API answers while the stages still load: /health says 503 until they are ready.
-        runner, port = await start_http(app, config.http.host, config.http.port, context=tls)
-        stack.push_async_callback(runner.cleanup)
+        api = opened(app, config.http, config.pipeline.serving, pipeline, stopping=stopping, tls=tls)
+        port, keeper = await stack.enter_async_context(api)
+        if keeper is not None:
+            pipeline.describe_batches = keeper.figures
         url = config.http.url_at(port)
         if config.join is not None and roster is not None:
             joining = serve_joining(
-                config.join, config.pipeline_dir, file, roster, config.pipeline.security, mover.attach
+                config.join, config.pipeline_dir, file, roster, config.pipeline.security, steering.attach
             )
             address, enrol_address = await stack.enter_async_context(joining)
-            app[FACTS] |= {"join": address, "enrol": enrol_address}
+            app[FACTS] |= {"join": address, "enrol": enrol_address, "invites": inviter is not None}
+            if inviter is not None:
+                inviter.address = enrol_address_of(config.pipeline.security, enrol_address)
             callbacks.on_joinable(Joinable(address, url, pipeline_config.stage_names, enrol_address))
 
         def on_ready() -> None:
@@ -112,20 +121,6 @@ def _check_template(app: web.Application, given: Path | None) -> None:
         raise UsageError(f"chat template {given}: {fault}")
     if fault:
         log.warning("%s", fault)
-
-
-def _mover_of(config: ServeConfig, pipeline: Pipeline) -> LayerMover:
-    """Return what moves layers. Raises UsageError where they are to move by themselves and cannot."""
-    return LayerMover(
-        pipeline,
-        config.cut_model,
-        rebalancer=rebalancer_of(config.pipeline.serving, can_move=bool(config.join and config.cut_model)),
-        read_shape=config.read_shape,
-        takeover_s=config.pipeline.serving.takeover_s,
-        known=config.join.known if config.join is not None else None,
-        on_moved=config.on_moved or (lambda state: None),
-        explain_move=config.explain_move or (lambda state: None),
-    )
 
 
 def _named(config: ServeConfig, file: PipelineFile) -> PipelineConfig:

@@ -68,13 +68,21 @@ def _load(
         ),
         load,
     )
-    place = place_of(settings)
     try:
-        embeddings = EmbeddingTable(artifact, engine.config.settings.n_threads) if artifact.is_first else None
-        curves = like.copy(has_head=engine.is_last) if like is not None else first_curves(engine, place, load)
+        return _assembled(config, artifact, engine, load, like)
     except BaseException:
         engine.close()
         raise
+
+
+def _assembled(
+    config: StageConfig, artifact: StageArtifact, engine: NativeEngine, load: Load | None, like: Curves | None
+) -> tuple[StageFacts, StepExecutor]:
+    """Put together what serves an engine; its speed is measured, or copied."""
+    settings, spare_lanes = config.engine, engine.config.spare_lanes
+    place = place_of(settings)
+    embeddings = EmbeddingTable(artifact, engine.config.settings.n_threads) if artifact.is_first else None
+    curves = like.copy(has_head=engine.is_last) if like is not None else first_curves(engine, place, load)
     facts = StageFacts(
         artifact,
         config,
@@ -83,6 +91,7 @@ def _load(
         rewinds(engine),
         engine.keeps_state,
         engine.rewind_rows,
+        predictions=engine.rewinds.predictor.n_drafts if engine.rewinds.predictor is not None else 0,
         takes_mutual_rows=not engine.rewinds.are_recurrent,
         goes_by_tiles=engine.attention.goes_by_tiles,
         place=place,
@@ -90,15 +99,17 @@ def _load(
     )
     # With a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.
     pads = settings.policy == "auto" and spare_lanes > 0 and not engine.rewinds.are_recurrent
+    keeps_window = engine.attention.keeps_window
     executor = StepExecutor(
         engine,
         LaneTable(settings.n_lanes, settings.ctx_tokens),
         artifact.stage_index,
         embeddings,
         close=engine.close,
-        padding=Padding(curves, settings.n_lanes, wanted_max, enabled=pads),
+        padding=Padding(curves, settings.n_lanes, engine.max_wanted, enabled=pads),
         vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
-        states=LaneStates(engine, engine.saved, open_tier(settings, artifact)),
+        states=LaneStates(engine, engine.saved, open_tier(settings, artifact, keeps_window=keeps_window)),
+        predictor=engine.rewinds.predictor,
     )
     return facts, executor
 

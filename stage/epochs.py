@@ -126,7 +126,7 @@ class Epochs:
             if request.first_address and request.back_pass and not is_first:
                 route.sending_back = self._sending_back(request, route)
             self._observer.configured(request)
-            asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route.route_id, route.epoch)
+            route.looks_used = asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route)
             if held:  # the coordinator knows of it, and needs the time to open it
                 self._left.left(request.route_id, len(self.routes))
             self._stats.n_epochs += 1
@@ -216,10 +216,9 @@ class Epochs:
         self._spawn(self._end_later(route))
         return True
 
-    def _unused(self, route_id: int, epoch: int) -> None:
+    def _unused(self, route: Route) -> None:
         """End an epoch without a link: its coordinator gave up, and its own link holds a neighbour's route."""
-        route = self.at(route_id, epoch)
-        if route is not None and not (route.has_upstream or self._is_closing):
+        if self.routes.get(route.route_id) is route and not (route.has_upstream or self._is_closing):
             self._spawn(self._end_later(route))
 
     async def _end_later(self, route: Route) -> None:
@@ -232,6 +231,8 @@ class Epochs:
             return
         route.end(reason)
         del self.routes[route.route_id]
+        if route.looks_used is not None:
+            route.looks_used.cancel()  # it would keep this engine in memory for as long as it waits
         self._drop_frames(route.route_id)
         stores = not self._is_closing  # what is in memory goes with the process, and disks have it already
         if await self.runner.call(lambda: self._executor.leave_route(route.route_id, stores=stores)):

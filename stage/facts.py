@@ -27,6 +27,7 @@ class StageFacts:
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
     keeps_state: bool = False  # beyond these, it goes back to checkpoints alone, see `stage.engine.lane_rewinds`
     rewind_rows: int = 0  # and by so many rows of its last step
+    predictions: int = 0  # tokens that prediction layers guess behind a sample, on the last stage
     takes_mutual_rows: bool = True  # rows of a step may attend to later ones
     goes_by_tiles: bool = False  # steps of many rows round differently, see `stage.engine.native.Attention`
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
@@ -70,6 +71,8 @@ class StageFacts:
             rewinds=self.rewinds,
             keeps_state=self.keeps_state,
             rewind_rows=self.rewind_rows,
+            predictions=self.predictions,
+            takes_guess_wishes=True,
             instance_id=self.instance_id,
             name=self.name,
             place=self.place,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from relayline.stage.config import StageConfig
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.loading import Load
 from relayline.stage.facts import StageFacts
 from relayline.stage.hand_over import Engine
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.service import StageService
+from relayline.stage.speed.curves import Curves
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import Policy
 from relayline.stage.steps.runner import Runner
@@ -23,6 +27,58 @@ from relayline.wire.links.guard import Guard
 from relayline.wire.telemetry.telemetry import Telemetry
 
 SHUTDOWN_GRACE_S = 2.0  # calls still running when an engine ends
+
+LoadStage = Callable[[StageConfig, Load, "Curves | None"], "tuple[StageFacts, StepExecutor]"]
+"""Loads a stage, with the curves that it is to have or, with None, measured ones; blocks."""
+
+
+async def load_engine(
+    load_stage: LoadStage, config: StageConfig, load: Load, curves: Curves | None
+) -> tuple[StageFacts, StepExecutor]:
+    """Load a stage in a thread, so that others, such as a membership's heartbeats, go on meanwhile.
+
+    Raises the errors of loading. A load that is cancelled is stopped, and what it loaded all the same is closed, in a
+    thread too: freeing gigabytes takes a while.
+    """
+    made: list[tuple[StageFacts, StepExecutor]] = []
+    failed: list[BaseException] = []
+    unwanted = threading.Event()
+
+    def work() -> None:  # asyncio's thread would hold what it returns or raises for a moment longer than the caller
+        try:
+            made.append(load_stage(config, load, curves))
+        except BaseException as error:
+            failed.append(error)
+        if unwanted.is_set():
+            _close_all(made)
+
+    loading = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        load.stop()
+        unwanted.set()
+        if made:  # it had just ended, so `work` may have seen no need to close it
+            asyncio.get_running_loop().run_in_executor(None, _close_all, made)
+        raise
+    if failed:
+        raise failed.pop()
+    return made.pop()
+
+
+async def close_unused(facts: StageFacts, executor: StepExecutor) -> None:
+    """Close a loaded stage that nothing has used, in a thread."""
+    await asyncio.to_thread(_close_all, [(facts, executor)])
+
+
+def _close_all(made: list[tuple[StageFacts, StepExecutor]]) -> None:
+    """Take stages from a list and close them. Threads that call it together close each one once."""
+    while True:
+        try:
+            _, executor = made.pop()
+        except IndexError:
+            return
+        executor.close()
 
 
 class LoadedEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from relayline.stage.assembly import load_stage, make_policy
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.facts import StageFacts
-from relayline.stage.loaded_engine import SHUTDOWN_GRACE_S
+from relayline.stage.loaded_engine import SHUTDOWN_GRACE_S, load_engine
 from relayline.stage.observe.metrics import serve_metrics
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.served import Served
@@ -23,8 +24,10 @@ from relayline.stage.service import handlers
 from relayline.wire.common.bounds import MESSAGE_BYTES_MAX
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import first_of, run
+from relayline.wire.common.tasks import to_its_end
 from relayline.wire.envelopes.envelope import bytes_max_of
 from relayline.wire.links import rpc
+from relayline.wire.links.health import Health
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.security import address_of
@@ -53,7 +56,11 @@ def run_stage(config: StageConfig, on_ready: OnReady) -> None:
 
 
 def prepare_environment() -> None:
-    """Set what native code reads from the environment. Call it before anything is loaded."""
+    """Set what native code reads from the environment, and what Python's garbage collector leaves alone.
+
+    Call it before anything is loaded.
+    """
+    gc.freeze()  # the modules: looking for garbage among them would hold up a stage that serves
     # An abort inside ggml would start a debugger on this process, which takes long and says nothing to a user.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
@@ -72,26 +79,17 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def serve_changing(config: StageConfig, load: Load | None = None) -> AsyncIterator[Served]:
-    """Serve a stage whose engine may be replaced later; yields the handle of its port. Raises as `serve`."""
-    load = load or Load()
-    try:
-        # In a thread, so that a joined stage can continue its heartbeats.
-        facts, executor = await asyncio.to_thread(load_stage, config, load)
-    except asyncio.CancelledError:
-        load.stop()
-        raise
-    try:
-        telemetry = start_telemetry(facts)
-    except UsageError:
-        executor.close()
-        raise
-    crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    served = Served(load_stage, make_policy, StageStats(), crashed)
-    served.start(facts, executor, telemetry)
-    artifact = facts.artifact
-    receive_bytes_max = min(bytes_max_of(1 if artifact.is_first else artifact.width_in), MESSAGE_BYTES_MAX)
-    listener = Listener(config.security, f"stage {artifact.stage_index}", receive_bytes_max, config.coordinator)
+async def serve_changing(
+    config: StageConfig, load: Load | None = None, like: StageFacts | None = None
+) -> AsyncIterator[Served]:
+    """Serve a stage whose engine may be replaced later; yields the handle of its port. Raises as `serve`.
+
+    `like`: an earlier engine with the same slice, whose curves take the place of a measurement.
+    """
+    served, telemetry = await _loaded(config, load or Load(), like)
+    facts = served.facts
+    receive_bytes_max = min(bytes_max_of(1 if facts.artifact.is_first else facts.artifact.width_in), MESSAGE_BYTES_MAX)
+    listener = Listener(config.security, f"stage {facts.artifact.stage_index}", receive_bytes_max, config.coordinator)
     served.begin(listener.guard)
     server = listener.server
     server.add_generic_rpc_handlers((handlers(lambda: served.service, served.give_call),))
@@ -107,13 +105,34 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
             served.address = address_of(config.host, port)
             yield served
     finally:
-        await health.enter_graceful_shutdown()
-        await served.end_calls()
-        await listener.stop(SHUTDOWN_GRACE_S)
-        await served.close()
-        await asyncio.to_thread(telemetry.shutdown)
-    if crashed.done():
-        await crashed
+        await to_its_end(_close(health, served, listener, telemetry))
+    if served.crashed.done():
+        await served.crashed
+
+
+async def _loaded(config: StageConfig, load: Load, like: StageFacts | None) -> tuple[Served, Telemetry]:
+    """Return the handle of a port over a stage that was loaded for it.
+
+    The handle alone refers to the engine: it goes when another one takes its place.
+    """
+    facts, executor = await load_engine(load_stage, config, load, like.curves if like else None)
+    try:
+        telemetry = start_telemetry(facts)
+    except UsageError:
+        executor.close()
+        raise
+    crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    served = Served(load_stage, make_policy, StageStats(), crashed)
+    served.start(facts, executor, telemetry)
+    return served, telemetry
+
+
+async def _close(health: Health, served: Served, listener: Listener, telemetry: Telemetry) -> None:
+    await health.enter_graceful_shutdown()
+    await served.end_calls()
+    await listener.stop(SHUTDOWN_GRACE_S)
+    await served.close()
+    await asyncio.to_thread(telemetry.shutdown)
 
 
 def start_telemetry(facts: StageFacts) -> Telemetry:

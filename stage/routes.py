@@ -83,6 +83,7 @@ class Route:
         self.has_upstream = False  # one upstream neighbour per epoch; another link is a mistake
         self.ended = asyncio.Event()  # upstream handlers and the sender leave when the epoch is over
         self.reason: RelaylineError = StaleEpochError(f"epoch {epoch} of this route is over")
+        self.looks_used: asyncio.TimerHandle | None = None  # looks whether anyone linked to it
         self._listeners: list[Listener] = []
 
     def check_owner(self, who: Identity | None) -> None:

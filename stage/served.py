@@ -17,7 +17,7 @@ from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load
 from relayline.stage.facts import StageFacts
 from relayline.stage.hand_over import HandOver
-from relayline.stage.loaded_engine import LoadedEngine
+from relayline.stage.loaded_engine import LoadedEngine, LoadStage, close_unused, load_engine
 from relayline.stage.observe.metrics import StageCollector
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.service import StageService
@@ -25,14 +25,12 @@ from relayline.stage.speed.curves import Curves
 from relayline.stage.steps.policy import Policy
 from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.errors import ArtifactError, InternalError, NotReadyError, RelaylineError
+from relayline.wire.common.memory import give_back
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import Guard
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Telemetry
-
-LoadStage = Callable[[StageConfig, Load, "Curves | None"], "tuple[StageFacts, StepExecutor]"]
-"""Loads a stage, with the curves that it is to have or, with None, measured ones; blocks."""
 
 
 class Served:
@@ -94,6 +92,10 @@ class Served:
         if not self.crashed.done():
             self.crashed.set_exception(error)
 
+    def is_used_beside(self, route_id: int) -> bool:
+        """Return whether a coordinator other than that of a route has an epoch here."""
+        return any(known != route_id for known in self.service.epochs.routes)
+
     # --- another engine -----------------------------------------------------------------------------------------------
 
     async def prepare(self, config: StageConfig, load: Load) -> None:
@@ -107,26 +109,22 @@ class Served:
         self._serving.give_memory_back()  # its stored prefixes are of the old layers
         now = self._serving.facts
         n_layers = now.artifact.layer_end - now.artifact.layer_start
-        loading = asyncio.create_task(asyncio.to_thread(self._load, config, load, now.curves))
-        try:
-            facts, executor = await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            load.stop()
-            loading.add_done_callback(_discarded)
-            raise
+        facts, executor = await load_engine(self._load, config, load, now.curves)
         artifact = facts.artifact
         facts.curves.scale((artifact.layer_end - artifact.layer_start) / n_layers)
         if now.artifact.source_sha256 != artifact.source_sha256:
-            executor.close()
+            await close_unused(facts, executor)
             raise ArtifactError(f"{config.artifact} belongs to another model than this stage serves")
         self._next = self._made(facts, executor)
         self._next.begin(self._guard)
 
     async def drop(self) -> None:
         """Drop the prepared slice."""
-        if self._next is not None:
-            unused, self._next = self._next, None
-            await asyncio.shield(self._ending(unused))
+        unused, self._next = self._next, None
+        if unused is not None:
+            ending = self._ending(unused)
+            del unused  # so that it can be freed at its end
+            await asyncio.shield(ending)
 
     def switch(self, within_s: float = 0.0) -> None:
         """Serve the prepared slice; the old engine frees its memory as its calls end. Raises InternalError.
@@ -199,6 +197,8 @@ class Served:
         await loaded.end_calls(self.crashed)
         await self._give(loaded, within_s)
         await loaded.close(self.crashed)
+        del loaded
+        await give_back()
 
     def _ended(self, ending: asyncio.Task[None]) -> None:
         self._endings.discard(ending)
@@ -235,9 +235,3 @@ class Served:
             if loaded is not None:
                 await loaded.close(self.crashed)
         await asyncio.gather(*self._endings, return_exceptions=True)
-
-
-def _discarded(loading: asyncio.Task[tuple[StageFacts, StepExecutor]]) -> None:
-    """Close an engine that was loaded but is not needed."""
-    if not loading.cancelled() and loading.exception() is None:
-        loading.result()[1].close()

@@ -59,7 +59,7 @@ class StageService:
         self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
         self._guard: Guard | None = None
         self.batches, self.beat = self._observer.batches, self._observer.beat
-        self.set_telemetry = self._observer.set_telemetry
+        self.set_telemetry, self.logs = self._observer.set_telemetry, self._observer.logs
         self.runner: Runner  # set by attach, before the server starts
 
     def attach(self, runner: Runner, guard: Guard | None = None) -> None:
@@ -99,7 +99,8 @@ class StageService:
             held = await self.epochs.begin(request)
         except RelaylineError as error:
             await rpc.abort(context, error)
-        return pb.ConfigureResponse(held=[pb.HeldSession(session_id=key, n_tokens=n) for key, n in held.items()])
+        sessions = [pb.HeldSession(session_id=key, n_tokens=n_tokens) for key, n_tokens in held.items()]
+        return pb.ConfigureResponse(held=sessions, stored=self._states.stored())
 
     async def revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
         """Take the CA's list of revoked certificates from the coordinator; calls of their holders end."""
@@ -180,7 +181,7 @@ class StageService:
             await first_of(answering)
             if not answering.cancelled() and answering.exception() is None and answering.result():
                 host = peer_of(context.peer())[0]
-                text = silent_text(f"{host}, which uses stage {route.stage_index},")
+                text = silent_text(f"{host}, which sends to stage {route.stage_index},")
                 if self.epochs.peer_silent(hello.route_id, hello.epoch, StageLostError(text)):
                     log.warning("%s; its epoch ends here", text)
         finally:
@@ -230,6 +231,7 @@ def handlers(
             "Batches": unary("batches", pb.BatchesRequest),
             "Beat": unary("beat", pb.BeatRequest),
             "SetTelemetry": unary("set_telemetry", pb.SetTelemetryRequest),
+            "Logs": unary("logs", pb.LogsRequest),
             "Notes": unary("notes", pb.NotesRequest),
             "Revoke": unary("revoke", pb.RevokeRequest),
             "Relay": grpc.stream_stream_rpc_method_handler(streamed("relay"), None, rpc.serialize),

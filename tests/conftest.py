@@ -22,6 +22,7 @@ from relayline.deploy.machine.gpus import devices_here
 from relayline.deploy.testing import forked
 from relayline.deploy.testing.engines import TEST_DEVICE
 from relayline.deploy.testing.zygote import Zygote
+from tests.support import hung_tests, surroundings
 
 THREADS_OF_OURS = ("decode",)
 
@@ -31,13 +32,21 @@ hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.register_profile("sanitized", max_examples=20, deadline=None)
 hypothesis.settings.load_profile("sanitized" if "RELAYLINE_SANITIZED" in os.environ else "house")
 
+surroundings.forget_users()
+
 # The record of running pipelines that `relayline up` keeps belongs to this run alone: a user's own is neither seen nor
 # changed.
 _STATE = tempfile.TemporaryDirectory(prefix="relayline-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
+# Threads of llama.cpp that wait for each other spin for milliseconds, on cores that the workers share: a fifth of the
+# processor time of some tests. The library reads it when it loads, in workers and in the processes that they start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+hung_tests.end_processes_with_this_one()
 
 # Processes of relayline are forks of one that has imported all of it, but where a test says `own_processes`. Drivers of
 # GPUs do not survive a fork.
@@ -69,7 +78,10 @@ OURS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("stage", "coord
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a device for the tests that this machine lacks, and have processes of tests compute there, too."""
+    """Bound tests that hang. Refuse a device for the tests that this machine lacks, and have processes of tests compute
+    there, too.
+    """
+    config.pluginmanager.register(hung_tests)
     name = os.environ.get(TEST_DEVICE, "")
     if not name:
         return
@@ -90,6 +102,15 @@ def no_stray_threads() -> Iterator[None]:
         thread.join(20)  # a thread that was asked to stop may still be on its way out
     left = [thread.name for thread in stray if thread.is_alive()]
     assert not left, f"threads outlived the test: {left}"
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A command that a test runs in this process may leave SIGHUP ignored, as it should; the next test hears it."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    if signal.getsignal(signal.SIGHUP) is not before:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import gc
 import graphlib
+import inspect
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,8 +46,15 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("stage/joining",),
     ),
     "coordinator": (
-        ("coordinator/__init__.py", "coordinator/model", "coordinator/text"),
-        ("coordinator/sessions", "coordinator/answers", "coordinator/images"),
+        (
+            "coordinator/__init__.py",
+            "coordinator/model",
+            "coordinator/text",
+            "coordinator/relay",
+            "coordinator/drafting",
+            "coordinator/batches",
+        ),
+        ("coordinator/sessions", "coordinator/answers", "coordinator/media"),
         ("coordinator/schedule", "coordinator/observe"),
         ("coordinator/planner", "coordinator/engine"),
         ("coordinator/http/edge",),
@@ -55,13 +64,16 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "coordinator/http/llama/asking.py",
             "coordinator/http/llama/settings.py",
             "coordinator/http/messages/asking.py",
+            "coordinator/http/ollama/asking.py",
             "coordinator/http/responses/asking.py",
             "coordinator/http/responses/bodies.py",
+            "coordinator/http/transcriptions/asking.py",
         ),
         ("coordinator/http/workers",),
         ("coordinator/http/replies",),
         ("coordinator/http", "coordinator/joining"),
         ("coordinator/config.py", "coordinator/gateway"),
+        ("coordinator/steering.py",),
         ("coordinator/serve.py",),
     ),
     "deploy": (
@@ -82,11 +94,17 @@ PURE_CORES = (
     "stage/steps/batcher.py",
     "stage/steps/policy.py",
     "stage/queue_types.py",
+    "coordinator/batches/lines.py",
+    "coordinator/batches/patience.py",
     "coordinator/sessions/session.py",
     "coordinator/sessions/suspects.py",
     "coordinator/schedule/tiles.py",
     "coordinator/sessions/turnover.py",
     "coordinator/sessions/admission.py",
+    "coordinator/sessions/fair_lanes.py",
+    "coordinator/sessions/tenants.py",
+    "coordinator/http/edge/token_rate.py",
+    "coordinator/observe/usage.py",
     "coordinator/schedule/scheduler.py",
     "coordinator/schedule/plan_choice.py",
     "coordinator/schedule/pool.py",
@@ -103,6 +121,7 @@ PURE_CORES = (
     "coordinator/sessions/frame.py",
     "coordinator/sessions/readers.py",
     "coordinator/joining/config.py",
+    "coordinator/relay/config.py",
     "coordinator/joining/invitations.py",
     "coordinator/observe/observer.py",
     "coordinator/observe/targets.py",
@@ -165,9 +184,16 @@ WALL_CLOCK = (
 FUNCTION_LINES_MAX = 70
 CLASS_METHODS_MAX = 25
 CLASS_ATTRIBUTES_MAX = 25
+SENTENCE_WORDS_MAX = 40
+LIST_ITEM = re.compile(r"(?:\*|\d\.) ")
 COLLABORATORS_MAX = 20  # modules of ours that one module imports from
-LLAMA_IN_COORDINATOR = {"coordinator/text/tokenizer.py", "coordinator/images/projector.py"}
-DECODE_MODULE = "stage/engine/native.py"
+LLAMA_IN_COORDINATOR = {
+    "coordinator/text/tokenizer.py",
+    "coordinator/text/llama_errors.py",
+    "coordinator/media/projector.py",
+    "coordinator/drafting/draft_model.py",
+}
+DECODE_MODULE, PREDICTING_MODULE = "stage/engine/native.py", "stage/engine/prediction.py"
 
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -295,7 +321,7 @@ def calls_of(module: Module, *names: str) -> Iterator[tuple[str, ast.Call]]:
 
 def test_the_modules_are_found() -> None:
     assert {module.package for module in modules()} == {*FLOORS, "tests"}
-    named = {*PURE_CORES, *LLAMA_IN_COORDINATOR, *REACHED, DECODE_MODULE}
+    named = {*PURE_CORES, *LLAMA_IN_COORDINATOR, *REACHED, DECODE_MODULE, PREDICTING_MODULE}
     assert named <= {module.path for module in modules()}
 
 
@@ -367,10 +393,10 @@ def test_only_one_module_decodes() -> None:
         or (isinstance(node, ast.Name) and node.id in ("llama_decode", "llama_encode"))
         if module.package == "stage"
     }
-    assert users == {DECODE_MODULE}
+    assert users == {DECODE_MODULE, PREDICTING_MODULE}, "steps, and their guesses"
 
 
-def test_the_coordinator_meets_llama_cpp_in_its_tokenizer_and_its_projector_only() -> None:
+def test_the_coordinator_meets_llama_cpp_in_text_projector_and_draft_model_only() -> None:
     users = {
         module.path
         for module in product()
@@ -543,3 +569,55 @@ def test_public_things_are_documented() -> None:
         if module.tree.body and not ast.get_docstring(module.tree) and not module.path.endswith("__init__.py")
     ]
     assert silent == []
+
+
+def docstrings(module: Module) -> Iterator[tuple[int, str]]:
+    """Every docstring of a module, of fields too, with its line."""
+    for node in module.nodes(ast.Expr):
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, inspect.cleandoc(node.value.value)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a docstring's paragraphs and list items; blocks that are set in stand for themselves."""
+    paragraph: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        is_set_in, is_item = line.startswith("    "), LIST_ITEM.match(line.lstrip()) is not None
+        if not line.strip() or is_item or is_set_in:
+            yield from re.split(r"(?<=[.!?]) +", " ".join(paragraph))
+            paragraph = []
+        if not is_set_in:
+            paragraph.append(line.strip())
+
+
+def broken_items(text: str) -> Iterator[str]:
+    """Lines of a list that go on at the margin, or begin a further item in their middle."""
+    lines = text.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        margin = len(line) - len(line.lstrip())
+        is_item, goes_on = LIST_ITEM.match(line.lstrip()), following.strip() and not LIST_ITEM.match(following.lstrip())
+        if is_item and goes_on and len(following) - len(following.lstrip()) <= margin:
+            yield following
+        if re.search(r"[.:] \* [A-Z`]", line):
+            yield line
+
+
+def test_docstrings_have_short_sentences_and_whole_lists() -> None:
+    wrong = []
+    for module in modules():
+        for line, text in docstrings(module):
+            wrong += [f"{module.path}:{line} {each}" for each in broken_items(text)]
+            wrong += [
+                f"{module.path}:{line} {each}" for each in sentences(text) if len(each.split()) > SENTENCE_WORDS_MAX
+            ]
+    assert wrong == []
+
+
+def test_the_check_of_docstrings_finds_each_mistake() -> None:
+    long = " ".join(["word"] * (SENTENCE_WORDS_MAX + 1)) + "."
+    assert [each for each in sentences(f"Short. {long}\n\n    a block {long}\n* item") if each] == [
+        "Short.",
+        long,
+        "* item",
+    ]
+    assert list(broken_items("* one\ngoes on\n* two\n  goes on\nAll: * Three")) == ["goes on", "All: * Three"]

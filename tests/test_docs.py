@@ -32,7 +32,7 @@ FOLDERS = "proto|wire|stage|coordinator|deploy|tests|benches|docs"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./*-]*)`")
 FLAG = re.compile(r"--[a-z][a-z-]*")
 # These pages also name words of docker, of llama.cpp's programs, of gdb and of benches.
-FLAGS_OF_OTHERS = {"--build-arg", "--parallel", "--profile", "--args", "--spans"}
+FLAGS_OF_OTHERS = {"--build-arg", "--parallel", "--profile", "--args", "--spans", "--models-max", "--models-dir"}
 HISTORY = "CHANGELOG.md"  # names things as they were then
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -74,7 +74,9 @@ def commands() -> dict[str, set[str]]:
         assert command is not None
         inner = command.commands if isinstance(command, click.Group) else {}
         for path, each in {name: command, **{f"{name} {part}": inner[part] for part in inner}}.items():
-            found[path] = {option for parameter in each.params for option in parameter.opts} | {"--help"}
+            found[path] = {
+                option for parameter in each.params for option in (*parameter.opts, *parameter.secondary_opts)
+            } | {"--help"}
     return found
 
 

@@ -24,6 +24,7 @@ PAGE = ROOT / "docs" / "development" / "adding.md"
 LEFT_OUT = ("wire/pb/", "deploy/testing/", "deploy/demo/", "deploy/build/")
 SETTING_TABLE = "wire/settings/table.py"
 FIELD_TABLE = "wire/common/sampler_fields.py"
+DIALECTS = ("coordinator/http/llama/", "coordinator/http/ollama/")
 FAMILY_TABLE = "coordinator/model/families.py"
 
 
@@ -58,9 +59,9 @@ def test_a_setting_is_its_entry_and_its_use(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["top_n_sigma", "typical_p"])
 def test_a_sampler_field_is_its_entry_and_its_use(name: str) -> None:
-    """The rooms of llama-server's dialect list its names too: a field that it lacks is in none of them."""
+    """The rooms of llama-server's and Ollama's dialects list their names too."""
     assert BY_NAME[name].is_public
-    found = {path for path in files_with(rf"['\"]{name}['\"]") if not path.startswith("coordinator/http/llama/")}
+    found = {path for path in files_with(rf"['\"]{name}['\"]") if not path.startswith(DIALECTS)}
     assert FIELD_TABLE in found
     assert all(path.startswith("stage/sampling/") for path in found - {FIELD_TABLE})
     assert len(found) == documented("sampler field"), found

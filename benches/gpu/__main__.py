@@ -3,9 +3,9 @@
 1. llama.cpp is built with CUDA for one architecture into the cache (`--installed` takes the installed
    llama-cpp-python instead, `--backend cpu` builds without CUDA, which checks this bench).
 2. A step of a whole model (llama-8b, Q4_0, random weights) by its rows, 1 to 256: the cost curve, and the engine
-compared with `llama-batched-bench` (goal: within 3 %).
+   compared with `llama-batched-bench` (goal: within 3 %).
 3. Two stages as two processes on that GPU, 1 to 64 streams over HTTP, compared with batching off and with an unsplit
-llama-server.
+   llama-server.
 
 Without a network: `--sources` names the source distribution of the pinned llama-cpp-python.
 """

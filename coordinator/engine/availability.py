@@ -7,6 +7,7 @@ already running wait longer, see PipelineConfig.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 
 from relayline.coordinator.sessions.abilities import image_refusal, refusal
@@ -39,6 +40,7 @@ class Availability:
         self._heard_ns = [0] * len(names)  # 0: never
         self._instances = [""] * len(names)
         self._n_restarts = [0] * len(names)
+        self._wake_problem, self._wakes_at_ns = "", 0  # why the latest wake failed, and when the next one may be tried
         self._refused: dict[int, str] = {}  # by index, why a stage is kept out: waiting does not end that
 
     # --- phases -------------------------------------------------------------------------------------------------------
@@ -62,8 +64,22 @@ class Availability:
 
     def check(self, now_ns: int) -> None:
         """Raise NotReadyError, which says why, unless a new request may start, or wait for a stage that was lost."""
-        if self.phase not in (Phase.READY, Phase.RECOVERING) or self._waited_enough(now_ns):
+        if self.phase.rests:
+            if self.phase is Phase.SLEEPING and now_ns < self._wakes_at_ns:
+                raise self._wake_refusal(now_ns)
+        elif self.phase not in (Phase.READY, Phase.RECOVERING) or self._waited_enough(now_ns):
             raise self.refusal(now_ns)
+
+    def cannot_wake(self, why: str, now_ns: int, until_ns: int) -> NotReadyError:
+        """A wake has failed, and is not tried again until then. Returns what to tell the requests that wait."""
+        self._wake_problem, self._wakes_at_ns = why, until_ns
+        return self._wake_refusal(now_ns)
+
+    def _wake_refusal(self, now_ns: int) -> NotReadyError:
+        after_s = max(1, math.ceil((self._wakes_at_ns - now_ns) / 1e9))
+        error = NotReadyError(f"the pipeline cannot wake: {self._wake_problem}; try again in {after_s} s")
+        error.retry_after_s = after_s
+        return error
 
     def refusal(self, now_ns: int) -> NotReadyError:
         """Return what to tell a request that can't start within its time."""

@@ -21,6 +21,7 @@ from relayline.coordinator.engine.availability import Availability
 from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.instructions import (
     Dispatch,
+    Draft,
     Ended,
     Generated,
     Instruction,
@@ -33,18 +34,19 @@ from relayline.coordinator.engine.instructions import (
     Started,
     Tell,
     TryLanes,
+    Wake,
 )
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.grants import Grants
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.coordinator.schedule.scheduler import Scheduler
-from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
-from relayline.coordinator.sessions.drafts import Acceptance
+from relayline.coordinator.sessions.admission import ANYONE, LANE_TRY_S, Admission, Tenant
+from relayline.coordinator.sessions.drafted import Drafted
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore
 from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.readers import Readers, sharing_key
-from relayline.coordinator.sessions.session import OutFrame, Session, State, take_score
+from relayline.coordinator.sessions.session import OutFrame, Session, State, take_guesses, take_score
 from relayline.coordinator.sessions.silence import SILENT_S
 from relayline.coordinator.sessions.slots import progress_of
 from relayline.coordinator.sessions.suspects import Suspects
@@ -109,7 +111,9 @@ class Conductor:
         self.readers, self.suspects, self._turnover = Readers(), Suspects(), Turnover()
         self.scheduler, self.grants = Scheduler(config.schedule, GroupPlanner(())), Grants(config.schedule.grant_steps)
         drafts = config.schedule.draft and config.schedule.mode != "drain"
-        self._acceptance = Acceptance() if drafts else None
+        self.drafted = Drafted(
+            drafts=bool(drafts), model_tokens=config.schedule.draft_model_tokens, n_vocab=config.n_vocab
+        )
         self.epoch = 0  # the epoch that is connected or connecting; events of any other epoch are ignored
         self._is_connected = False
         self.is_held = False
@@ -122,14 +126,17 @@ class Conductor:
         if tier.new_notes:
             notes, tier.new_notes = tier.new_notes, {}
             self._out.append(Note(notes))
+        if self.drafted.news:
+            news, self.drafted.news = self.drafted.news, []
+            self._out.append(Draft(news))
         out, self._out = self._out, []
         return out
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def check_room(self, now_ns: int) -> None:
-        """Raise OverloadedError where the line is full."""
-        self.admission.check_room(lambda: self._wait_s(now_ns))
+    def check_room(self, now_ns: int, tenant: Tenant = ANYONE) -> None:
+        """Raise OverloadedError where the line is full for this tenant."""
+        self.admission.check_room(lambda: self._wait_s(now_ns), tenant)
 
     def open(self, request: GenerationRequest, now_ns: int) -> tuple[Opened, list[Instruction]]:
         """Admit a request, or raise its refusal, which changes nothing: see Generator.open."""
@@ -140,12 +147,11 @@ class Conductor:
         if (session := self.readers.join(key)) is not None:
             return Opened(session.session_id, is_joined=True), self._instructions()
         is_whole = request.wants_logits or request.sampling.number("pooling")
-        acceptance = None if is_whole else self._acceptance
+        acceptance = None if is_whole else self.drafted.acceptance
         session = Session(next(self._session_ids), request, self._is_end, acceptance=acceptance, admitted_ns=now_ns)
-        has_lane = self.admission.admit(session, lambda: self._wait_s(now_ns))
+        starting = self.admission.admit(session, lambda: self._wait_s(now_ns))
         self.readers.add(session, key)
-        if has_lane:
-            self._start_all([session], now_ns)
+        self._start_all(starting, now_ns)
         return Opened(session.session_id, is_joined=False), self._instructions()
 
     def _wait_s(self, now_ns: int) -> int:
@@ -201,7 +207,13 @@ class Conductor:
         for session in [*admission.running.values(), *admission.waiting]:
             if (reason := self.availability.not_served(session.request)) is not None:
                 self._fail(session, reason, now_ns)
-        self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds, rewind_rows=facts.rewind_rows)
+        self.scheduler = Scheduler(
+            schedule,
+            planner,
+            may_draft=facts.rewinds,
+            rewind_rows=facts.rewind_rows,
+            predictions=facts.predictions,
+        )
         self._is_connected, self.is_held = True, False
         self.grants.connected(self.epoch, takes_back=facts.rewinds)
         self.availability.enter(Phase.READY, now_ns)
@@ -243,13 +255,16 @@ class Conductor:
     # --- frames out ---------------------------------------------------------------------------------------------------
 
     def _start_all(self, sessions: Iterable[Session], now_ns: int) -> None:
-        if not self.availability.phase.is_paused:  # otherwise the next epoch starts every session that has a lane
+        phase = self.availability.phase
+        if not (phase.is_paused or phase.rests):  # otherwise the next epoch starts every session that has a lane
             for session in sessions:
                 self._start(session, now_ns)
 
     def _start(self, session: Session, now_ns: int) -> None:
         session.started_ns = session.started_ns or now_ns
         frames = self.prefixes.start(session)
+        if self.scheduler.drafts.may_draft:
+            self.drafted.began(session)
         self._out.append(Started(session.session_id, session.n_copied))
         self._out += _progress(session, session.n_copied)
         self.scheduler.control(frames)
@@ -310,6 +325,8 @@ class Conductor:
                 for envelope in self.scheduler.take(now_ns):
                     if frames := self.grants.leave(envelope, is_calm=not self.scheduler.is_reading):
                         self._out.append(Send(frames))
+                if wait_ns := self.scheduler.guess_wait.left_ns:
+                    self._out.append(Wake(wait_ns / 1e9))
                 if not (samples := self.grants.due()):
                     break
         except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler
@@ -345,6 +362,8 @@ class Conductor:
             return
         event, frames = session.sampled(position, token, *_more_of(sample, session.request))
         if event is not None:
+            if self.drafted.has_model:
+                self.drafted.took(session, position, token, now_ns)
             is_first = len(session.history) - 1 == len(session.request.prompt_tokens)
             if is_first:
                 self._out += _progress(session, len(session.request.prompt_tokens))
@@ -355,6 +374,9 @@ class Conductor:
                 self._out += _taken_out(later, session_id)
             (self._out if is_first or is_last else later).append(generated)
             later.append(Tell(session_id, event))
+            if sample.guesses and self.scheduler.drafts.predicts:
+                facts = self.drafted.predicted_facts
+                take_guesses(session, position + 1, sample.guesses, sample.guess_chances, facts, now_ns)
             if cleared := self.suspects.cleared(session):
                 self._start_all(cleared, now_ns)
         if session.state is _DONE:
@@ -418,14 +440,16 @@ class Conductor:
         """Send the session's last frames, give its lane to the next in line."""
         self.readers.end(session.session_id)
         self.prefixes.tier.ended(session.session_id)
+        self.drafted.ended(session.session_id)
         self._out.append(Ended(session.session_id, error))
+        held_ns = now_ns - session.started_ns if session.started_ns else 0
         if session.started_ns:
-            self._turnover.left(now_ns - session.started_ns)
+            self._turnover.left(held_ns)
         self.scheduler.forget(session.session_id)
         self.grants.forget(session.session_id)
         self.scheduler.control(frames)
         self._want_dispatch()
-        for following in self.admission.leave(session):
+        for following in self.admission.leave(session, held_ns):
             self._start_all(self.suspects.joining(following), now_ns)
         self._start_all(self.suspects.cleared(session), now_ns)
 

@@ -147,7 +147,11 @@ class Connection:
                 await tell(stages, revocations)
             held: list[dict[int, int]] = []
             for index in reversed(range(len(stages))):
-                held.append(await stages[index].configure(_order(index, peers, facts, pipeline, passes, terms)))
+                answer = await stages[index].configure(_order(index, peers, facts, pipeline, passes, terms))
+                held.append({session.session_id: session.n_tokens for session in answer.held})
+                if answer.stored:
+                    facts[index].ClearField("stored")
+                    facts[index].stored.extend(answer.stored)
             connection = cls(terms, events, stages, facts, held)
             listening = (connection._listen(index, passes[index]) for index in range(len(stages)))
             await asyncio.gather(connection._learn(terms.known_prefixes), *listening)

@@ -45,6 +45,7 @@ def merge(
         rewinds=all(stage.rewinds for stage in stages),
         keeps_state=any(stage.keeps_state for stage in stages),
         rewind_rows=min((stage.rewind_rows for stage in stages if not stage.rewinds), default=0),
+        predictions=stages[-1].predictions if all(stage.takes_guess_wishes for stage in stages) else 0,
         tier=_tier_of(stages, wire_dtype, notes),
         options=frozenset(stages[-1].options) & OPTIONS,
         mutual_rows_max=min(stage.max_rows for stage in stages) if takes_mutual_rows else 0,

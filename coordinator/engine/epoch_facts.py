@@ -30,6 +30,8 @@ class EpochFacts:
     """Whether some stage can take a session back to checkpoints alone."""
     rewind_rows: int = 0
     """How many rejected draft tokens of a step every stage can drop, where `rewinds` is false."""
+    predictions: int = 0
+    """Tokens that the last stage's prediction layers guess behind a sample."""
     tier: TierFacts = NO_TIER
     """What their tiers hold."""
     options: Set[str] = OPTIONS

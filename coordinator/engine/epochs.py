@@ -23,7 +23,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from relayline.coordinator.engine.balance import Balance
 from relayline.coordinator.engine.conductor import Conductor
@@ -97,7 +97,16 @@ class Epochs:
         self._sender: TokenSender | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.ready = asyncio.Event()
+        self._attempt: asyncio.Timeout | None = None  # to begin an epoch; ends when it is given up
+        self._is_given_up = False
+        self.rested: Callable[[], Awaitable[None]] = _at_once
+        """Returns once an epoch may be begun: not while the stages hold nothing."""
         roster.watch(self.lose, self._on_heard)
+
+    @property
+    def route_id(self) -> int:
+        """The number by which stages know this coordinator's epochs."""
+        return self._route_id
 
     @property
     def stages(self) -> Sequence[StageClient]:
@@ -136,14 +145,40 @@ class Epochs:
     # --- an epoch begins ----------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        is_first = self._conductor.availability.phase is Phase.LOADING
+        """Begin an epoch, from the start again whenever that is given up."""
+        is_first, self._is_given_up = self._conductor.availability.phase is Phase.LOADING, True
+        while self._is_given_up:
+            self._is_given_up = False
+            try:
+                async with asyncio.timeout(None) as self._attempt:
+                    connection = await self._connected(is_first=is_first)
+            except TimeoutError:
+                if not self._is_given_up:
+                    raise
+            finally:
+                self._attempt = None
+            if self._is_given_up:
+                await self._teardown()
+        self.resume(connection)
+
+    def give_up(self) -> None:
+        """Stop trying to begin an epoch, if one is being begun: the next attempt waits until the stages have `rested`.
+
+        What has been waited for until now no longer counts.
+        """
+        if self._attempt is not None and not self._is_given_up:
+            self._is_given_up = True
+            self._attempt.reschedule(asyncio.get_running_loop().time())
+
+    async def _connected(self, *, is_first: bool) -> Connection:
+        await self.rested()
         connection = await self._reconnector.connect(is_first=is_first)
         self.connection = connection
         for index, facts in enumerate(connection.facts):
             self._on_heard(index)
             self._conductor.availability.serves(index, facts.instance_id)
         await greet(connection.stages, self._observer.pushed_level)
-        self.resume(connection)
+        return connection
 
     async def _open(self, addresses: tuple[str, ...]) -> Connection:
         """Make one attempt to connect."""
@@ -265,3 +300,7 @@ class Epochs:
             await self._sender.flush(bounds.HANDSHAKE_TIMEOUT_S)
             if self.connection is not None:
                 await self.connection.noting.flush(bounds.HANDSHAKE_TIMEOUT_S)
+
+
+async def _at_once() -> None:
+    """Return: nothing keeps an epoch from being begun."""

@@ -1,7 +1,8 @@
 """The conductor's instructions, the only thing that its shell has to carry out. Plain values without behaviour.
 
-Instructions are carried out in their order. `Send`, `Tell`, `Lose`, `Dispatch` and `TryLanes` are the work; the others
-are for telemetry and the log. Every token brings a `Tell` and a `Generated`: structs are made three times as fast.
+Instructions are carried out in their order. `Send`, `Tell`, `Draft`, `Wake`, `Lose`, `Dispatch` and `TryLanes` are the
+work; the others are for telemetry and the log. Every token brings a `Tell` and a `Generated`: structs are made three
+times as fast.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from relayline.coordinator.drafting.messages import ToDrafter
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent
 from relayline.wire.common.errors import RelaylineError
@@ -47,6 +49,18 @@ class Note(NamedTuple):
     """Let stage 0 keep these notes on stored prefixes, by key."""
 
     notes: Mapping[int, bytes]
+
+
+class Draft(NamedTuple):
+    """Tell this to the model that drafts."""
+
+    messages: list[ToDrafter]
+
+
+class Wake(NamedTuple):
+    """Call `Conductor.dispatch` after so long: rows may have waited for guesses in vain."""
+
+    after_s: float
 
 
 class Dispatch(NamedTuple):
@@ -101,5 +115,6 @@ class Log(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    "Send | Tell | Progressed | Note | Lose | Dispatch | TryLanes | Started | Generated | Replayed | Ended | Log"
+    "Send | Tell | Progressed | Note | Draft | Wake | Lose | Dispatch | TryLanes | Started | Generated | Replayed"
+    " | Ended | Log"
 )

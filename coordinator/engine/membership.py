@@ -1,8 +1,8 @@
 """The members of the pipeline: which places are taken, how far each member is, where it serves. Pure.
 
-A member holds a place from the moment it is let in until its membership ends. The place of a member that is still
-there is not given to another process, so that a typing error on a second host cannot push a running stage out; the
-same process may always take its own place again, because its older membership is then known to be dead.
+A member holds a place from the moment it is let in until its membership ends. While it is there, no other process gets
+its place: a typing error on a second host cannot push a running stage out. The same process may always take its own
+place again, because its older membership is then known to be dead.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Introduction:
     """Of llama.cpp's binding."""
     measures: bool = False
     """Whether it can be surveyed."""
+    is_relayed: bool = False
+    """Whether others reach it through the coordinator's relay alone."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -225,6 +227,7 @@ def _describe(place: Place, now_ns: int) -> dict[str, object]:
             "processor": place.member.processor,
             "engine_version": place.member.engine_version,
             "version": place.member.software_version,
+            "is_relayed": place.member.is_relayed,
         }
     elif place.failure:
         entry["failure"] = place.failure

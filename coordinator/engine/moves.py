@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -92,6 +93,8 @@ class Move:
     cuts: tuple[int, ...]
     holders: tuple[int, ...]
     """The places that are to hold layers, in layer order."""
+    before: tuple[tuple[int, ...], tuple[int, ...]]
+    """The cuts and the holders that it began with."""
     state: MoveState
     began_ns: int
     since_ns: int  # of the state
@@ -144,6 +147,11 @@ class Moves:
         """Whether a change is under way."""
         return self.latest is not None and self.latest.state in _OPEN
 
+    @property
+    def is_switching(self) -> bool:
+        """Whether stages take up new layers: one that is lost now comes back with them, or others take them over."""
+        return self.latest is not None and self.latest.state is MoveState.SWITCHING
+
     # --- before the switch --------------------------------------------------------------------------------------------
 
     def begin(self, cuts: tuple[int, ...], now_ns: int, holders: tuple[int, ...] = ()) -> list[MoveInstruction]:
@@ -153,13 +161,19 @@ class Moves:
         """
         holders = holders or self.holders
         self._check(cuts, holders)
-        if self.latest is not None and self.is_open:
-            raise NotReadyError(f"layers are already being moved ({self.latest.state}); wait until that ends")
         phase = self._conductor.availability.phase
-        if phase is not Phase.READY and not (phase.is_paused and set(self.holders) - set(holders)):
+        if phase.rests:
+            raise NotReadyError(f"the pipeline is {phase}; `relayline wake` comes before layers can move")
+        gone = set(self.holders) - set(holders) if phase.is_paused else set()
+        if self.latest is not None and self.is_open:
+            if not (self.is_switching and gone):
+                raise NotReadyError(f"layers are already being moved ({self.latest.state}); wait until that ends")
+            self.latest.problem = f"{', '.join(self._named(sorted(gone)))} did not come back with the new layers"
+            self._enter(self.latest, MoveState.FAILED, now_ns)
+        if phase is not Phase.READY and not gone:
             raise NotReadyError(f"the pipeline is {phase}; layers can move only while it is ready")
         number = self.latest.number + 1 if self.latest is not None else 1
-        self.latest = Move(number, cuts, holders, MoveState.CUTTING, now_ns, now_ns)
+        self.latest = Move(number, cuts, holders, (self.cuts, self.holders), MoveState.CUTTING, now_ns, now_ns)
         return [Cut(number, cuts)]
 
     def _check(self, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
@@ -274,15 +288,17 @@ class Moves:
 
     def describe(self, now_ns: int) -> dict[str, object]:
         """Return the layers that are served and the latest change, JSON-ready."""
-        edges = (0, *self.cuts, self._n_layers)
-        layers = [[edges[index], edges[index + 1]] for index in range(len(self.holders))]
         move = self.latest
         return {
             "cuts": list(self.cuts),
-            "layers": layers,
+            "layers": self._layers(self.cuts),
             "stages": self._named(self.holders),
             "move": None if move is None else self._described(move, now_ns),
         }
+
+    def _layers(self, cuts: tuple[int, ...]) -> list[list[int]]:
+        edges = (0, *cuts, self._n_layers)
+        return [list(pair) for pair in itertools.pairwise(edges)]
 
     def _named(self, places: Iterable[int]) -> list[str]:
         return [self._names[index] for index in places]
@@ -293,6 +309,8 @@ class Moves:
             "number": move.number,
             "cuts": list(move.cuts),
             "stages": self._named(move.holders),
+            "layers": self._layers(move.cuts),
+            "before": {"stages": self._named(move.before[1]), "layers": self._layers(move.before[0])},
             "state": move.state.value,
             "state_s": round((now_ns - move.since_ns) / 1e9, 3),
             "took_s": round(((now_ns if move.state in _OPEN else move.since_ns) - move.began_ns) / 1e9, 3),

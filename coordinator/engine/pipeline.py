@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from relayline.coordinator.drafting.messages import ToDrafter
 from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
 from relayline.coordinator.engine.epochs import Epochs
 from relayline.coordinator.engine.instructions import (
     Dispatch,
+    Draft,
     Ended,
     Generated,
     Instruction,
@@ -31,6 +33,7 @@ from relayline.coordinator.engine.instructions import (
     Started,
     Tell,
     TryLanes,
+    Wake,
 )
 from relayline.coordinator.engine.moves import Moves
 from relayline.coordinator.engine.pipeline_config import PipelineConfig as PipelineConfig
@@ -43,6 +46,7 @@ from relayline.coordinator.sessions.generation import GenerationRequest, Slot, T
 from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StreamRecord
 from relayline.coordinator.sessions.slots import slots_of
 from relayline.coordinator.sessions.streams import Audience, SessionStream
+from relayline.coordinator.sessions.tenants import ANYONE, Tenant
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase as Phase
 from relayline.wire.envelopes.session_ids import ADAPTER_SHIFT
@@ -73,6 +77,7 @@ class Pipeline:
         session_ids = itertools.count(secrets.randbits(ADAPTER_SHIFT - 32) << 32)
         decided, now_ns = _decided(config, file, names), time.monotonic_ns()
         self.conductor = Conductor(decided, is_end, session_ids, now_ns, ends_message)
+        self.tenants = self.conductor.admission.of_tenants
         self.epochs = Epochs(config, file, self._roster, self.conductor, self._observer, self.carry, self.on_return)
         self._audiences: dict[int, Audience] = {}  # by session id, until its last event is delivered
         self.moves = Moves(
@@ -82,8 +87,18 @@ class Pipeline:
         """Who got which layers and why, for `describe`; None: not known."""
         self.on_settling: Callable[[], None] = lambda: None
         """Called after each answer while in-flight frames are to settle, see `moves`."""
+        self.tell_drafter: Callable[[list[ToDrafter]], None] = lambda messages: None
+        """Carries messages to the model that drafts, see coordinator.engine.draft_seam."""
+        self.check_awake: Callable[[Tenant], None] = lambda tenant: None
+        """Raises NotReadyError for a new request that would keep awake what is to sleep."""
+        self.on_opened: Callable[[], None] = lambda: None
+        """Called when a request was admitted, see coordinator.joining.sleeper."""
+        self.describe_sleep: Callable[[int], dict[str, object] | None] = lambda now_ns: None
+        """Returns how deep it sleeps; None where it never does."""
         self.describe_hosts: Callable[[int], dict[str, dict[str, object]]] = lambda now_ns: {}
         """Returns facts of places by name, as of hosts that come and go, see coordinator.joining.hosts."""
+        self.describe_batches: Callable[[], dict[str, int]] = dict
+        """Returns the counts of files and batches, see coordinator.http.batches."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -127,9 +142,9 @@ class Pipeline:
         """Raise NotReadyError unless a request would be admitted now: also while a lost stage is waited for."""
         self.conductor.availability.check(time.monotonic_ns())
 
-    def check_room(self) -> None:
-        """Raise OverloadedError where the line is full."""
-        self.conductor.check_room(time.monotonic_ns())
+    def check_room(self, tenant: Tenant = ANYONE) -> None:
+        """Raise OverloadedError where the line is full for this tenant."""
+        self.conductor.check_room(time.monotonic_ns(), tenant)
 
     def slots(self) -> list[Slot]:
         """Return what each lane does."""
@@ -138,6 +153,7 @@ class Pipeline:
     def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> SessionStream:
         """Admit and start a request; see Generator.open."""
         now_ns = time.monotonic_ns()
+        self.check_awake(request.tenant)
         opened, instructions = self.conductor.open(request, now_ns)
         session_id = opened.session_id
         if opened.is_joined:
@@ -147,11 +163,14 @@ class Pipeline:
             stream_record = self._observer.admitted(SessionRecord(), session_id, request, now_ns, record)
         audience = self._audiences[session_id]
         stream = SessionStream(functools.partial(self._leave, audience, stream_record))
+        stream_record.stop = stream.stop
         audience.join(stream)
         self.carry(instructions)
+        self.on_opened()
         return stream
 
     def _leave(self, audience: Audience, record: StreamRecord, stream: SessionStream) -> None:
+        record.stop = None
         if stream not in audience.streams:
             return
         now_ns = time.monotonic_ns()
@@ -178,17 +197,21 @@ class Pipeline:
             **conductor.availability.describe(now_ns),
             "epoch": conductor.epoch,
             **conductor.admission.figures(),
+            "keys": self._observer.usage.figures(self.tenants()),
             "shared_requests": conductor.readers.n_joined,
             "prefixes": conductor.prefixes.figures(),
             "stored_prefixes": conductor.prefixes.tier.figures(),
             "plan": conductor.scheduler.describe(),
             "grants": conductor.grants.figures(),
+            "draft_model": conductor.drafted.figures(),
             "imbalance": self.epochs.balance.describe(now_ns),
             "link": connection.link.figures() if connection else {},
             "missing": self._roster.missing(),
             "layers": self.moves.describe(now_ns),
             "certificate_expires_unix_s": self.config.security.certificate_expires_unix_s(),
             "planned": self.planned,
+            "sleep": self.describe_sleep(now_ns),
+            "batches": self.describe_batches(),
         }
         hosts = self.describe_hosts(now_ns)
         known = [
@@ -277,6 +300,10 @@ class Pipeline:
                 loop.call_soon(self.dispatch)
             case Lose(error):
                 self.epochs.lose(error)
+            case Draft(messages):
+                self.tell_drafter(messages)
+            case Wake(after_s):
+                loop.call_later(after_s, self.dispatch)
             case TryLanes(after_s):
                 loop.call_later(after_s, self.try_lanes)
             case Log(level, text, fields, bug):

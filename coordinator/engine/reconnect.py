@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from relayline.coordinator.engine.connection import Connection
 from relayline.coordinator.engine.pipeline_config import PipelineConfig
 from relayline.coordinator.engine.roster import Roster
+from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import (
     HandshakeError,
     RelaylineError,
@@ -52,7 +53,7 @@ class Reconnector:
         it; requests that wait longer than `recovery_timeout_s` end.
         """
         began_s = time.monotonic()
-        delay_s, last_problem = RECONNECT_FIRST_S, ""
+        backoff, last_problem = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S), ""
         while True:
             addresses = await self._present(began_s)
             try:
@@ -71,8 +72,7 @@ class Reconnector:
                     level = logging.WARNING if self._roster.joins else logging.INFO
                     log.log(level, "not connected yet: %s", error.message)
                 last_problem = error.message
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RECONNECT_MAX_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _present(self, began_s: float) -> tuple[str, ...]:
         """Wait for every stage to be there; requests that waited for that too long since `began_s` are ended."""

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from relayline.coordinator.engine.membership import Introduction, Membership, Place
@@ -131,6 +131,8 @@ class JoinedRoster:
         self.is_closing = False  # whether stages leave because this coordinator stops
         self.idle_state: Callable[[Place], HostState] = lambda place: HostState.SPARE
         """Says in which way a place without layers stands by."""
+        self.relay_figures: Callable[[], Mapping[str, Mapping[str, int]]] = dict
+        """Returns what the relay carries for each relayed stage, by name."""
 
     # --- queries of the pipeline --------------------------------------------------------------------------------------
 
@@ -164,11 +166,16 @@ class JoinedRoster:
 
     def describe(self) -> list[dict[str, object]]:
         """Return the state of every place that holds layers."""
-        return self._membership.describe(time.monotonic_ns())
+        return self._with_relay(self._membership.describe(time.monotonic_ns()))
 
     def describe_idle(self) -> list[dict[str, object]]:
         """Return the state of every place that holds none."""
-        return self._membership.describe_idle(time.monotonic_ns())
+        return self._with_relay(self._membership.describe_idle(time.monotonic_ns()))
+
+    def _with_relay(self, entries: list[dict[str, object]]) -> list[dict[str, object]]:
+        figures = self.relay_figures()
+        carried = [figures.get(str(entry["name"])) for entry in entries]
+        return [entry | ({"relay": dict(each)} if each else {}) for entry, each in zip(entries, carried, strict=True)]
 
     def names(self) -> list[str]:
         """Return the names of all places, by index."""

@@ -13,6 +13,7 @@ import grpc.aio
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.logs import LogLine
 from relayline.wire.common.tasks import end_task
 from relayline.wire.common.texts import printable, tidy
 from relayline.wire.envelopes.returns import ReturnReader
@@ -86,8 +87,8 @@ class StageClient:
             )
         return facts
 
-    async def configure(self, request: pb.ConfigureRequest) -> dict[int, int]:
-        """Begin a new epoch at the stage; returns what sessions hold there: {session id: tokens of its history}.
+    async def configure(self, request: pb.ConfigureRequest) -> pb.ConfigureResponse:
+        """Begin a new epoch at the stage; returns what sessions and its tier hold there.
 
         Raises the stage's typed refusal.
         """
@@ -97,7 +98,7 @@ class StageClient:
         )
         if len(answer.held) > bounds.SESSIONS_PER_LINK_MAX:
             raise ProtocolError(f"{self.address} reports {len(answer.held)} sessions, more than a stage can hold")
-        return {held.session_id: held.n_tokens for held in answer.held}
+        return answer
 
     async def note(self, notes: Mapping[int, bytes]) -> None:
         """Let the stage keep notes on stored prefixes, by key; what does not arrive is lost."""
@@ -188,6 +189,20 @@ class StageClient:
             batch.taken_ns = max(0, batch.taken_ns + offset_ns) if batch.taken_ns else 0
             batch.close_reason = printable(batch.close_reason, bounds.PEER_NAME_CHARS_MAX)
         return found
+
+    async def logs(self, limit: int) -> list[LogLine] | None:
+        """Return the latest lines of the stage's log, oldest first; None without an answer or from an older version."""
+        request = pb.LogsRequest(limit=limit)
+        try:
+            found: pb.LogsResponse = await rpc.call(
+                self._channel, "Logs", request, pb.LogsResponse, self.address, STATUS_TIMEOUT_S, bounds.LOGS_BYTES_MAX
+            )
+        except RelaylineError:
+            return None
+        return [
+            LogLine(line.unix_ms, printable(line.level, 16), printable(line.text, bounds.LOG_LINE_CHARS_MAX))
+            for line in found.lines[-limit:]
+        ]
 
     async def beat(self, beat: pb.BeatRequest) -> RoundTrip | None:
         """Send the stage its clock offset and ask for its time; None if there is no answer in time."""

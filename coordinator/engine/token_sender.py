@@ -26,6 +26,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 log = logging.getLogger("relayline.coordinator")
 
 _FIELD_BYTES = 8  # tag and length of a text, at most
+_TOKEN_BYTES = 4  # at most, of a vocabulary of up to 2^28
 _Waiting: TypeAlias = "tuple[list[Frame], bytes, int]"  # frames, their trace context, when they were chosen
 RecordOf: TypeAlias = "Callable[[int], SessionRecord]"
 
@@ -172,7 +173,7 @@ def within_bounds(frames: Sequence[Frame]) -> list[list[Frame]]:
 
 def _options_bytes_max(opening: Opening) -> int:
     sampling = opening.sampling
-    is_long = bool(sampling.grammar) or sampling.has_lists
+    is_long = bool(sampling.grammar or opening.told) or sampling.has_lists
     return bounds.OPTIONS_BYTES_MAX if is_long else bounds.PLAIN_OPTIONS_BYTES_MAX
 
 
@@ -204,6 +205,11 @@ def _options(opening: Opening, baggage: str) -> pb.SessionOptions:
         dry_sequences=[pb.TokenList(tokens=each) for each in sampling.dry_sequences],
         bad_words=[pb.TokenList(tokens=word) for word in sampling.bad_words],
     )
+    if opening.told:
+        room_bytes = bounds.OPTIONS_BYTES_MAX - options.ByteSize() - 2 * _FIELD_BYTES
+        told = opening.told[-(room_bytes // _TOKEN_BYTES) :] if room_bytes >= _TOKEN_BYTES else ()
+        options.told.extend(told)
+        options.told_from = opening.told_from + len(opening.told) - len(told)
     # Telemetry takes what room is left: no request fails for it.
     if baggage and options.ByteSize() + len(baggage) + _FIELD_BYTES <= _options_bytes_max(opening):
         options.baggage = baggage

@@ -13,6 +13,7 @@ from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import LinkSecurity, address_of, is_loopback
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
+BEHIND_NAT = "if it is behind NAT or a firewall, start it with --relay"
 LOOK_S = 3.0  # to get an answer at an address; the log must name a problem within 15 s
 
 
@@ -21,11 +22,13 @@ async def whereabouts(
 ) -> tuple[str, str]:
     """Return the address (host:port) of a stage, and a line for the log where it differs from the stage's own report.
 
-    `reported` is the host that the stage reports, empty for none. `peer` is the host that its membership comes from,
-    and `who` the name in its credential.
+    There is a line, too, where nobody answers. `reported` is the host that the stage reports, empty for none. `peer` is
+    the host that its membership comes from, and `who` the name in its credential.
     """
     if reported in ("", peer):
-        return address_of(peer, port), ""
+        address = address_of(peer, port)
+        trouble = "" if is_loopback(peer) else await _trouble(address, security, who)
+        return address, _closed_text(name, address, trouble) if trouble else ""
     own, other = address_of(reported, port), address_of(peer, port)
     if is_loopback(peer) and not is_loopback(reported):  # this very host, where neighbours on others would not find it
         return own, ""
@@ -41,8 +44,13 @@ async def whereabouts(
     return own, (
         f"stage {name} reports the address {own} ({own_trouble}) and joins from {peer}, but it is at neither "
         f"({other_trouble}); start it again with --advertise HOST and --listen HOST:PORT of an address where "
-        "it can be reached"
+        f"it can be reached, or, {BEHIND_NAT}"
     )
+
+
+def _closed_text(name: str, address: str, trouble: str) -> str:
+    port = address.rpartition(":")[2]
+    return f"stage {name} cannot be reached at {address} ({trouble}); open port {port} on its host, or, {BEHIND_NAT}"
 
 
 async def _trouble(address: str, security: LinkSecurity, who: Identity | None) -> str:

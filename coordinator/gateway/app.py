@@ -17,14 +17,17 @@ from relayline.coordinator.gateway.bounds import ID_CHARS_MAX, PARSED_INLINE_BYT
 from relayline.coordinator.gateway.forward import RESPONSES_PATH, Forwarder, Outgoing
 from relayline.coordinator.gateway.links import Links
 from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
+from relayline.coordinator.gateway.model_lists import ollama_list, openai_list, with_status
 from relayline.coordinator.gateway.page import OPEN, PREFIX, gateway_page
 from relayline.coordinator.gateway.peek import Asked, peek
-from relayline.coordinator.gateway.router import Health
+from relayline.coordinator.gateway.router import Backend, Health
 from relayline.coordinator.http.edge.api_keys import OPEN_PATTERN, PAGE_PATHS
+from relayline.coordinator.http.edge.clients import check_may_use, tenant_of
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, json_response
 from relayline.coordinator.http.edge.server import LIMITS
-from relayline.coordinator.http.messages.errors import messages_errors
+from relayline.coordinator.http.edge.steering import SLEEP_PATHS, check_steers, is_steering
+from relayline.coordinator.http.error_forms import ERROR_FORMS
 from relayline.coordinator.http.page import HEADERS, read_files, routes, wants_page
 from relayline.coordinator.observe.targets import target
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
@@ -79,33 +82,38 @@ class Gateway:
         """GET /health: 200 while some pipeline takes requests; with the state of each."""
         is_ready = any(backend.health is Health.READY for backend in self._router.backends)
         status = "draining" if self.is_draining else "ok" if is_ready else "unreachable"
-        body = {"status": status, "pipelines": {each.name: each.health.value for each in self._router.backends}}
+        body = {"status": status, "pipelines": {each.name: each.state for each in self._router.backends}}
         if status == "ok":
             return json_response(msgspec.json.encode(body))
         return json_response(msgspec.json.encode(body), 503, {hdrs.RETRY_AFTER: "1"})
 
-    async def models(self, _request: web.Request) -> web.StreamResponse:
-        """GET /v1/models: every model of every pipeline, once."""
-        cards = self._cards()
-        names, data = list(cards), [msgspec.Raw(card) for card in cards.values()]
-        ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": "", "last_id": ""}
-        return json_response(msgspec.json.encode({"object": "list", "data": data, **ends, "has_more": False}))
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models: every model of every pipeline, once, that the client's key may use."""
+        return json_response(openai_list(self._cards(request)))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{id}; ids may contain slashes."""
         name = request.match_info["id"]
-        card = self._cards().get(name)
+        check_may_use(tenant_of(request), name)
+        card = self._cards(request).get(name)
         if card is None:
             self._router.candidates(name)  # says which models there are
             raise ModelNotFoundError(f"model: {name[:200]!r} is not served here", "model")
         return json_response(card)
 
-    def _cards(self) -> dict[str, bytes]:
+    def _cards(self, request: web.Request) -> dict[str, bytes]:
+        """Return the entries of the models that the client's key may use, each with its state."""
+        may_use, replicas = tenant_of(request).models, self._router.models()
         found: dict[str, bytes] = {}
         for backend in self._router.staying:
             for model, card in self._links.links[backend].cards.items():
-                found.setdefault(model, card)
+                if not may_use or model in may_use:
+                    found.setdefault(model, with_status(card, replicas.get(model, ())))
         return found
+
+    async def tags(self, request: web.Request) -> web.StreamResponse:
+        """GET /api/tags and /api/ps: the same models, as Ollama's clients read them."""
+        return json_response(ollama_list(self._cards(request)))
 
     async def pipelines(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline: every pipeline, how it is and how much it has to do."""
@@ -113,12 +121,13 @@ class Gateway:
             {
                 "name": backend.name,
                 "url": link.config.url,
-                "phase": Phase.DRAINING.value if backend.is_leaving else backend.health.value,
+                "phase": backend.state,
                 "problem": backend.problem,
                 "models": list(backend.models),
                 "lanes": backend.n_lanes,
                 "running": backend.n_outstanding,
                 "others": backend.n_others,
+                "waiting": self._router.awake.counts(backend).n_waiting,
                 "work_tokens": round(backend.work()),
                 "sent": backend.n_sent,
             }
@@ -132,7 +141,8 @@ class Gateway:
             "kind": "gateway",
             "phase": phase.value,
             "running": n_running,
-            "waiting": 0,
+            "waiting": sum(self._router.awake.counts(backend).n_waiting for backend in self._router.backends),
+            "awake_max": self._router.awake.limit,
             "stages": [],
         }
         return json_response(msgspec.json.encode(whole | {"pipelines": listed}))
@@ -159,15 +169,24 @@ class Gateway:
     async def named(self, request: web.Request) -> web.StreamResponse:
         """Any route below /pipelines/NAME: of that pipeline."""
         name = request.match_info["name"]
+        self._find(name)
+        path = request.raw_path.removeprefix(f"{PREFIX}/{name}") or "/"
+        if is_steering(request.method, f"/{request.match_info.get('path', '')}"):
+            check_steers(request)  # the pipeline may not know whose request this is
+        self._check_taken(request)
+        body = await request.read()
+        if body and tenant_of(request).models:
+            _check_asked(request, await self._asked(body))
+        backend = self._find(name)  # another one may have taken its place in the meantime
+        outgoing = self.forwarder.outgoing(request, path, body, Asked(backend.models[0] if backend.models else None))
+        return await self.forwarder.to_one(request, self._links.links[backend], outgoing)
+
+    def _find(self, name: str) -> Backend:
         backend = self._router.named(name)
         if backend is None:
             known = ", ".join(each.name for each in self._router.staying)
             raise web.HTTPNotFound(reason=f"no pipeline {name[:63]}; there are {known}")
-        path = request.raw_path.removeprefix(f"{PREFIX}/{name}") or "/"
-        self._check_taken(request)
-        link, body = self._links.links[backend], await request.read()
-        outgoing = self.forwarder.outgoing(request, path, body, Asked(backend.models[0] if backend.models else None))
-        return await self.forwarder.to_one(request, link, outgoing)
+        return backend
 
     async def needs_name(self, request: web.Request) -> web.StreamResponse:
         """Refuse a route that is about one pipeline."""
@@ -183,15 +202,21 @@ class Gateway:
 
     async def looked_for(self, request: web.Request) -> web.StreamResponse:
         """A route to a resource of one pipeline, which must be found first."""
+        if is_steering(request.method, request.path):
+            check_steers(request)
         return await self.forwarder.to_holder(request, self.forwarder.outgoing(request, request.raw_path, b"", Asked()))
 
     async def passed_on(self, request: web.Request) -> web.StreamResponse:
         """Every other route: of the replica that suits best."""
+        if is_steering(request.method, request.path):
+            check_steers(request)
         self._check_taken(request)
         body = await request.read()
         asked = await self._asked(body) if body else Asked()
         if asked.model is None and (model := request.query.get("model")):
             asked = msgspec.structs.replace(asked, model=model)
+        if body:
+            _check_asked(request, asked)
         outgoing = self.forwarder.outgoing(request, request.raw_path, body, asked)
         del body
         if 0 < len(asked.previous_id) <= ID_CHARS_MAX and self._router.holder(asked.previous_id) is None:
@@ -226,12 +251,21 @@ class Gateway:
             raise NotReadyError("the gateway is draining; no new requests")
 
 
+def _check_asked(request: web.Request, asked: Asked) -> None:
+    """Raise ModelNotFoundError, or InvalidRequestError, unless the client's key may use all that a body names."""
+    tenant = tenant_of(request)
+    check_may_use(tenant, asked.model or "")
+    if tenant.models and asked.has_lora:
+        text = "a gateway cannot tell whether this API key may use these adapters; name one as the `model`"
+        raise InvalidRequestError.of_field("lora", text)
+
+
 def make_gateway(links: Links, limits: HttpLimits | None = None) -> tuple[web.Application, Gateway]:
     """Return the application of a gateway, and its handlers. Serve it with `http.edge.server.start_http`."""
     limits = limits or HttpLimits()
     metrics = GatewayMetrics(links.router)
     gateway = Gateway(links, Forwarder(links, metrics, limits.write_timeout_s), metrics)
-    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[messages_errors, errors_as_json])
+    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[*ERROR_FORMS, errors_as_json])
     app[LIMITS] = limits
     files = {path: file for path, file in read_files().items() if path != "/"}
     app[PAGE_PATHS], app[OPEN_PATTERN] = frozenset({"/", *files}), OPEN
@@ -252,6 +286,8 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         web.get("/metrics", gateway.metrics),
         web.get("/v1/models", gateway.models),
         web.get("/v1/models/{id:.+}", gateway.model),
+        web.get("/api/tags", gateway.tags),
+        web.get("/api/ps", gateway.tags),
         web.get("/v1/pipeline", gateway.pipelines),
         web.get("/v1/pipeline/targets", gateway.targets),
         web.get(f"{PREFIX}/{{name}}", gateway.to_slash),
@@ -259,7 +295,13 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         every(f"{PREFIX}/{{name}}/{{path:.*}}", gateway.named),
         every("/v1/pipeline/{path:.+}", gateway.needs_name),
         every("/v1/telemetry", gateway.needs_name),
+        *(every(path, gateway.needs_name) for path in SLEEP_PATHS),
+        every("/v1/files", gateway.needs_name),
+        every("/v1/files/{path:.+}", gateway.needs_name),
+        every("/v1/batches", gateway.needs_name),
+        every("/v1/batches/{path:.+}", gateway.needs_name),
         web.get("/v1/traces/{id}", gateway.looked_for),
+        web.post("/v1/requests/{id}/cancel", gateway.looked_for),
         web.post(f"{RESPONSES_PATH}/input_tokens", gateway.passed_on),
         every(f"{RESPONSES_PATH}/{{id}}", gateway.stored),
         every(f"{RESPONSES_PATH}/{{id}}/{{path:.+}}", gateway.stored),

@@ -26,5 +26,15 @@ READY_TIMEOUT_S = 60.0  # for a pipeline that says it serves until a request can
 READY_POLL_S = 0.1  # between two questions then
 RETRY_AFTER_S = 2  # for clients, where no replica lives: the time after which a new one is noticed
 
+# Where not all pipelines may be awake at once:
+WAITING_MAX = 256  # requests that wait until their pipeline may wake; each holds its body
+WAIT_MAX_S = 300.0  # for that: a large model frees its memory and loads in a minute or two, after its running requests
+TURN_S = 10.0  # that a request waits while others keep every awake pipeline busy; then one of those takes no new ones
+FALL_MAX_S = 120.0  # for a pipeline that was told to sleep after its running requests
+SLEEP_TIMEOUT_S = 30.0  # for its answer to that: its stages have ten seconds to free their memory
+SLEEP_AGAIN_S = 5.0  # after one did not fall asleep, until it is told again; doubled each time
+SLEEP_AGAIN_MAX_S = 120.0  # for that, and at once where its requests did not end
+
+assert SLEEP_AGAIN_S < SLEEP_AGAIN_MAX_S < WAIT_MAX_S
 assert CHAIN_FIRST < CHAIN_MAX
 assert POLL_S + POLL_TIMEOUT_S < LOST_AFTER_S

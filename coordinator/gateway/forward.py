@@ -20,16 +20,20 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
 from relayline.coordinator.gateway.bounds import ID_BYTES_MAX, PIECE_BYTES, REFUSAL_BYTES_MAX, TRIES_MAX
-from relayline.coordinator.gateway.links import Link, Links
+from relayline.coordinator.gateway.gate import PipelineLostError, wakes
+from relayline.coordinator.gateway.links import Link, Links, is_refused
 from relayline.coordinator.gateway.metrics import GatewayMetrics
 from relayline.coordinator.gateway.peek import Asked
 from relayline.coordinator.gateway.router import Backend, Health, no_replica
 from relayline.coordinator.http.edge.body import Request
+from relayline.coordinator.http.edge.clients import BEHALF, KEY
 from relayline.coordinator.http.edge.errors import error_body
 from relayline.coordinator.http.edge.middleware import REQUEST_ID, request_id
 from relayline.coordinator.http.edge.sse import PING, ClientGoneError, data_frame
 from relayline.coordinator.http.messages.errors import PATH as MESSAGES_PATH
 from relayline.coordinator.http.messages.errors import messages_error
+from relayline.coordinator.http.ollama.dialect import CONTENT_TYPE as LINES_TYPE
+from relayline.coordinator.http.ollama.errors import PREFIX as OLLAMA_PREFIX
 from relayline.coordinator.http.requests.inner_form import named_frames
 from relayline.wire.common.errors import RelaylineError, StageLostError
 
@@ -45,7 +49,7 @@ _HOP_BY_HOP = frozenset(
      "upgrade"}
 )  # fmt: skip
 # Of requests: the body is sent unpacked and whole, and pages of other hosts have been looked at here.
-_OWN_OF_REQUESTS = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect", "origin", REQUEST_ID}
+_OWN_OF_REQUESTS = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect", "origin", REQUEST_ID, BEHALF}
 _OWN_OF_ANSWERS = _HOP_BY_HOP | {"date", "server", REQUEST_ID}
 _KEYS = (hdrs.AUTHORIZATION, "X-Api-Key")
 _SKIPPED = (hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT)  # aiohttp's own are not the client's
@@ -94,8 +98,9 @@ class Forwarder:
         """Whether clients have shown a key of this gateway, so that a pipeline may be shown its own instead."""
 
     async def idle(self, *only: Backend) -> None:
-        """Wait until no request runs, or none at these pipelines."""
-        while any(backend.n_outstanding for backend in only or self.links.router.backends):
+        """Wait until no request runs or waits, or none at these pipelines."""
+        router = self.links.router
+        while any(each.n_outstanding or router.awake.counts(each).n_waiting for each in only or router.backends):
             ended = self._ended = asyncio.Event() if self._ended.is_set() else self._ended
             await ended.wait()
 
@@ -105,6 +110,8 @@ class Forwarder:
             (name, value) for name, value in request.headers.items() if name.lower() not in _OWN_OF_REQUESTS
         )
         headers[REQUEST_ID] = request_id(request)
+        if (key := request.get(KEY)) is not None:
+            headers[BEHALF] = key.behalf
         headers.add("X-Forwarded-For", request.remote or "unknown")
         return Outgoing(request.method, path, headers, body or None, asked)
 
@@ -177,9 +184,22 @@ class Forwarder:
         is_last: bool,
         passed: Sequence[int] = _ELSEWHERE,
     ) -> web.StreamResponse | Refusal:
-        """Send a request to one pipeline, and pass its answer on; answers with a status in `passed` are returned,
-        unless it is the last pipeline that is tried. Raises _LostError.
+        """Send a request to one pipeline once that may be awake, and pass its answer on; answers with a status in
+        `passed` are returned, unless it is the last pipeline that is tried. Raises _LostError, NotReadyError.
         """
+        if not wakes(outgoing.method, outgoing.path):
+            return await self._passed(request, link, outgoing, is_last=is_last, passed=passed)
+        try:
+            async with self.links.gate.place(link.backend):
+                return await self._passed(request, link, outgoing, is_last=is_last, passed=passed)
+        except PipelineLostError:
+            raise _LostError from None
+        finally:
+            self._ended.set()
+
+    async def _passed(
+        self, request: web.Request, link: Link, outgoing: Outgoing, *, is_last: bool, passed: Sequence[int]
+    ) -> web.StreamResponse | Refusal:
         backend, key = link.backend, next(self._numbers)
         answering = _Answering(self, request, link, key)
         backend.sent(key, outgoing.asked)
@@ -201,7 +221,7 @@ class Forwarder:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             problem = "it stopped answering" if isinstance(error, TimeoutError) else "the connection to it was lost"
             if isinstance(error, aiohttp.ClientConnectorError):
-                self.links.failed(link, "it refuses connections")
+                self.links.failed(link, "it refuses connections", is_refused=is_refused(error))
             if answering.response is None:
                 raise _LostError from None
             self._metrics.broken.labels(backend.name).inc()
@@ -246,6 +266,7 @@ class _Answering:
         self._forwarder, self._request, self._link, self._key = forwarder, request, link, key
         self.response: web.StreamResponse | None = None
         self._is_stream = self._is_writing = False
+        self._has_lines = False  # it streams lines of JSON, which know no comments
         self._tail = b""
         self._numbered, self._next_number = b"", 0
 
@@ -260,13 +281,14 @@ class _Answering:
         if outgoing.method == hdrs.METH_POST and outgoing.path.startswith(RESPONSES_PATH):
             self._learn(piece)
         response = web.StreamResponse(status=answer.status, headers=_answered(answer, self._link.backend.name))
-        self._is_stream = answer.content_type == "text/event-stream"
+        self._has_lines = answer.content_type == LINES_TYPE
+        self._is_stream = self._has_lines or answer.content_type == "text/event-stream"
         try:
             await response.prepare(self._request)
         except ConnectionError as error:
             raise ClientGoneError("the client closed the connection") from error
         self.response = response
-        if self._is_stream and isinstance(self._request, Request):
+        if self._is_stream and not self._has_lines and isinstance(self._request, Request):
             self._request.answers_knocks(self._knock)
         is_numbered = self._is_stream and self._request.path.startswith(RESPONSES_PATH)
         while piece:
@@ -310,7 +332,8 @@ class _Answering:
         if not self._is_stream or self._request.version < (1, 1):
             transport.abort()
             return response
-        begin = b"" if self._tail == b"\n\n" else b"\n\n"  # half an event is none
+        end = b"\n" if self._has_lines else b"\n\n"
+        begin = b"" if self._tail.endswith(end) else end  # half an event is none
         await self._forwarder.write(self._request, response, begin + _failure(self._request, error, self._next_number))
         transport.close()
         return response
@@ -324,6 +347,8 @@ def _failure(request: web.Request, error: RelaylineError, number: int) -> bytes:
         detail = error_body(error).error
         event = {"type": "error", "sequence_number": number, "code": "server_error", "message": detail.message}
         return named_frames([msgspec.json.encode({**event, "param": None})])
+    if request.path.startswith(OLLAMA_PREFIX):
+        return msgspec.json.encode({"error": error_body(error).error.message}) + b"\n"
     return data_frame(msgspec.json.encode(error_body(error)))
 
 

@@ -13,6 +13,8 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from relayline.coordinator.engine.sleep import SleepState
+from relayline.coordinator.gateway.awake import Told
 from relayline.coordinator.gateway.bounds import (
     ANSWER_BYTES_MAX,
     CONNECT_TIMEOUT_S,
@@ -20,7 +22,9 @@ from relayline.coordinator.gateway.bounds import (
     MODELS_PER_BACKEND_MAX,
     POLL_S,
     POLL_TIMEOUT_S,
+    SLEEP_TIMEOUT_S,
 )
+from relayline.coordinator.gateway.gate import Gate
 from relayline.coordinator.gateway.router import Backend, Health, Heard, Router
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
@@ -30,6 +34,7 @@ from relayline.wire.common.texts import system_reason
 log = logging.getLogger("relayline.gateway")
 
 NS = 1_000_000_000  # of a second
+_RESTING = tuple(phase for phase in Phase if phase.rests)
 _REFUSALS = {401: "it requires an API key", 403: "it refuses this gateway"}
 
 
@@ -63,6 +68,10 @@ class _Pipeline(msgspec.Struct):
     lanes: int = 1
 
 
+class _Sleep(msgspec.Struct):
+    state: str
+
+
 class _Trouble(Exception):
     """Why a pipeline cannot be used, in a few words."""
 
@@ -77,6 +86,7 @@ class Link:
         self.cards: dict[str, bytes] = {}  # its entries of /v1/models, by the model's name, as JSON
         self.running: set[asyncio.Timeout] = set()  # of requests, which end when it is lost
         self.tls = _tls(config)
+        self.stays_because = ""  # why it did not fall asleep when it was told to last
 
     def url(self, path: str) -> URL:
         """Return the address of a path with its query, written as it came."""
@@ -104,8 +114,10 @@ def _tls(config: BackendConfig) -> ssl.SSLContext | bool:
 class Links:
     """All pipelines of a gateway. An async context manager, which watches them."""
 
-    def __init__(self, configs: Sequence[BackendConfig]) -> None:
-        self.router = Router(config.name for config in configs)
+    def __init__(self, configs: Sequence[BackendConfig], awake_max: int = 0) -> None:
+        """`awake_max`: how many pipelines may be awake at once; 0: all."""
+        self.router = Router((config.name for config in configs), awake_max)
+        self.gate = Gate(self.router.awake, self._put_to_sleep)
         self.links = {
             backend: Link(config, backend) for config, backend in zip(configs, self.router.backends, strict=True)
         }
@@ -128,6 +140,7 @@ class Links:
         for task in self._watching.values():
             task.cancel()
         await asyncio.gather(*self._watching.values(), return_exceptions=True)
+        await self.gate.close()
         await self.session.close()
 
     def add(self, config: BackendConfig) -> Link:
@@ -147,15 +160,21 @@ class Links:
         link.lose()
         await end_task(self._watching.pop(link))
         self.router.remove(link.backend)
+        self.gate.removed(link.backend)
         del self.links[link.backend]
 
-    def failed(self, link: Link, problem: str) -> None:
-        """A pipeline does not answer: no request goes there until it is heard again."""
+    def failed(self, link: Link, problem: str, *, is_refused: bool = False) -> None:
+        """A pipeline does not answer: no request goes there until it is heard again.
+
+        What it holds is free once it refuses connections, or has been silent for LOST_AFTER_S: it may just be slow.
+        """
         if link.backend.health is Health.UNKNOWN:
             log.info("pipeline %s is not there yet: %s", link.backend.name, problem)
         elif link.backend.health is not Health.DEAD:
             log.warning("pipeline %s gets no requests: %s", link.backend.name, problem)
         link.backend.failed(problem)
+        if link.backend in self.links and (is_refused or _is_silent(link.backend)):
+            self.gate.lost(link.backend)
 
     async def _watch(self, link: Link) -> None:
         while not self._is_closed:
@@ -166,22 +185,29 @@ class Links:
 
     async def ask(self, link: Link) -> None:
         """Ask a pipeline for its models and its load."""
-        backend = link.backend
+        if self._is_closed:
+            return
+        backend, asked_ns = link.backend, time.monotonic_ns()
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
                 heard = await self._heard(link)
         except TimeoutError:
             self.failed(link, f"no answer within {POLL_TIMEOUT_S:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            self.failed(link, _reason(error))
+            self.failed(link, _reason(error), is_refused=is_refused(error))
+        except RuntimeError:  # between two questions; aiohttp has no other word for it
+            if not self._is_closed:
+                raise
         except (_Trouble, msgspec.MsgspecError, UnicodeDecodeError) as trouble:
             self.failed(link, str(trouble) if isinstance(trouble, _Trouble) else "it does not answer like relayline")
         else:
             before, now_ns = backend.health, time.monotonic_ns()
             backend.heard(heard, now_ns)
+            if backend in self.links:  # it may have been removed while it was asked
+                self.gate.heard(backend, asked_ns)
             if before is not backend.health:
-                log.info("pipeline %s is %s and serves %s", backend.name, backend.health, ", ".join(backend.models))
-        if backend.health is Health.DEAD and time.monotonic_ns() - backend.heard_ns > LOST_AFTER_S * NS:
+                log.info("pipeline %s is %s; its models: %s", backend.name, backend.health, ", ".join(backend.models))
+        if backend.health is Health.DEAD and _is_silent(backend):
             link.lose()
 
     async def _heard(self, link: Link) -> Heard:
@@ -192,25 +218,79 @@ class Links:
         models = [msgspec.json.decode(card, type=_Model) for card in cards]
         link.cards = {model.id: bytes(card) for model, card in zip(models, cards, strict=True)}
         n_requests = found.running + found.waiting
-        return Heard(tuple(link.cards), found.phase == Phase.READY, n_requests, found.lanes, models[0].created)
+        rests = found.phase in _RESTING  # a request wakes one that sleeps, and waits for that
+        is_ready = rests or found.phase == Phase.READY
+        is_asleep = found.phase == Phase.SLEEPING
+        started_unix_s = models[0].created
+        return Heard(
+            tuple(link.cards), is_ready, n_requests, found.lanes, started_unix_s, rests=rests, is_asleep=is_asleep
+        )
+
+    async def _put_to_sleep(self, backend: Backend) -> Told:
+        """Tell a pipeline to sleep, and wait until it does."""
+        link = self.links.get(backend)
+        if link is None:  # it was removed, and holds nothing
+            return Told.ASLEEP
+        if not link.stays_because:
+            log.info("pipeline %s is put to sleep: %d may be awake at once", backend.name, self.router.awake.limit)
+        try:
+            async with (
+                asyncio.timeout(SLEEP_TIMEOUT_S),
+                self.session.post(
+                    link.url("/sleep"), headers=_own_key(link), ssl=link.tls, allow_redirects=False
+                ) as response,
+            ):
+                if response.status in (200, 202):
+                    link.stays_because = ""
+                    state = msgspec.json.decode(await _whole(response, "/sleep"), type=_Sleep).state
+                    return Told.ASLEEP if state == SleepState.ASLEEP else Told.LATER  # it may just be waking
+                why = _REFUSALS.get(response.status, f"it answered {response.status}")
+        except TimeoutError:
+            why = f"no answer within {SLEEP_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            why = _reason(error)
+        except (_Trouble, msgspec.MsgspecError, UnicodeDecodeError):
+            why = "it does not answer like relayline"
+        if why != link.stays_because:  # it is told again and again
+            log.warning("pipeline %s does not fall asleep, so others cannot wake: %s", backend.name, why)
+        link.stays_because = why
+        return Told.AWAKE
 
     async def _get(self, link: Link, path: str) -> bytes:
-        headers = {"Authorization": f"Bearer {link.config.key}"} if link.config.key else {}
-        async with self.session.get(link.url(path), headers=headers, ssl=link.tls, allow_redirects=False) as response:
-            raw = bytearray()
-            async for piece in response.content.iter_any():
-                raw += piece
-                if len(raw) > ANSWER_BYTES_MAX:
-                    raise _Trouble(f"{path} has more than {ANSWER_BYTES_MAX} bytes")
+        async with self.session.get(
+            link.url(path), headers=_own_key(link), ssl=link.tls, allow_redirects=False
+        ) as response:
+            raw = await _whole(response, path)
             if response.status != 200:
                 raise _Trouble(_REFUSALS.get(response.status, f"{path} answered {response.status}"))
-            return bytes(raw)
+            return raw
+
+
+async def _whole(response: aiohttp.ClientResponse, path: str) -> bytes:
+    raw = bytearray()
+    async for piece in response.content.iter_any():
+        raw += piece
+        if len(raw) > ANSWER_BYTES_MAX:
+            raise _Trouble(f"{path} has more than {ANSWER_BYTES_MAX} bytes")
+    return bytes(raw)
+
+
+def _own_key(link: Link) -> dict[str, str]:
+    return {"Authorization": f"Bearer {link.config.key}"} if link.config.key else {}
+
+
+def _is_silent(backend: Backend) -> bool:
+    return time.monotonic_ns() - backend.heard_ns > LOST_AFTER_S * NS
+
+
+def is_refused(error: Exception) -> bool:
+    """Return whether nobody listens at a pipeline's address."""
+    return isinstance(getattr(error, "os_error", error), ConnectionRefusedError)
 
 
 def _reason(error: Exception) -> str:
     """Return why there is no connection, without the address: clients read it too."""
-    cause = getattr(error, "os_error", error)
-    if isinstance(cause, ConnectionRefusedError):
+    if is_refused(error):
         return "it refuses connections"
     if isinstance(error, aiohttp.ClientSSLError):
         return "its certificate is not trusted"

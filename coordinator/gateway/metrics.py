@@ -33,6 +33,16 @@ class _Backends:
         sent = CounterMetricFamily(
             f"{PREFIX}requests_sent", "All requests sent there: retries, scrapes and pages too", labels=[PIPELINE]
         )
+        asleep = GaugeMetricFamily(f"{PREFIX}pipeline_asleep", "Whether the pipeline sleeps", labels=[PIPELINE])
+        waiting = GaugeMetricFamily(
+            f"{PREFIX}requests_waiting", "Requests that wait until the pipeline may wake (awakeMax)", labels=[PIPELINE]
+        )
+        waited = CounterMetricFamily(
+            f"{PREFIX}requests_waited", "Requests that had to wait until the pipeline may wake", labels=[PIPELINE]
+        )
+        swaps = CounterMetricFamily(
+            f"{PREFIX}swaps", "How often the pipeline was put to sleep for another one", labels=[PIPELINE]
+        )
         for backend in self._router.backends:
             label = [backend.name]
             up.add_metric(label, float(backend.health is Health.READY))
@@ -40,9 +50,14 @@ class _Backends:
             others.add_metric(label, backend.n_others)
             work.add_metric(label, backend.work())
             sent.add_metric(label, backend.n_sent)
+            asleep.add_metric(label, float(backend.is_asleep))
+            counts = self._router.awake.counts(backend)
+            waiting.add_metric(label, counts.n_waiting)
+            waited.add_metric(label, counts.n_waited)
+            swaps.add_metric(label, counts.n_sleeps)
             for counter in self._counters:
                 counter.labels(backend.name)
-        yield from (up, outstanding, others, work, sent)
+        yield from (up, outstanding, others, work, sent, asleep, waiting, waited, swaps)
 
 
 class GatewayMetrics:

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from urllib.parse import quote
 
 from relayline.coordinator.gateway.router import Backend, Health
+from relayline.wire.common.phase import Phase
 
 PREFIX = "/pipelines"  # before a name and any route: that pipeline alone is asked
 # Files that need no key, as at the pipelines themselves: all data comes from routes that do.
 OPEN = re.compile(rf"{PREFIX}/[a-zA-Z0-9_-]+/(page/[a-z]+\.[a-z]+)?")
 REFRESH_S = 5
-_DOTS = {Health.READY: "ok", Health.PAUSED: "warn", Health.UNKNOWN: "warn", Health.DEAD: "bad"}
+_DOTS = {Health.READY.value: "ok", Phase.SLEEPING.value: "idle", Health.DEAD.value: "bad"}  # others: "warn"
 
 
 def gateway_page(backends: Iterable[Backend]) -> bytes:
@@ -60,7 +61,7 @@ def gateway_page(backends: Iterable[Backend]) -> bytes:
 
 
 def _row(backend: Backend) -> str:
-    state = "draining" if backend.is_leaving else backend.health.value
+    state = backend.state
     link = f'<a href="{PREFIX[1:]}/{quote(backend.name, safe="")}/">{html.escape(backend.name)}</a>'
-    dot = f'<span class="dot {_DOTS[backend.health]}" aria-hidden="true"></span>'
+    dot = f'<span class="dot {_DOTS.get(state, "warn")}" aria-hidden="true"></span>'
     return f"<tr><td>{link}</td><td>{dot}{html.escape(state)}</td></tr>"

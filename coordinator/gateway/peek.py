@@ -10,12 +10,15 @@ import msgspec
 import xxhash
 
 from relayline.coordinator.gateway.bounds import CHAIN_FIRST, CHAIN_MAX
+from relayline.coordinator.http.requests.multipart import fields_of
+from relayline.wire.common.errors import InvalidRequestError
 
 BYTES_PER_TOKEN = 4  # of a prompt as JSON, about
 USUAL_OUTPUT_TOKENS = 256  # of an answer without max_tokens
 OUTPUT_TOKENS_MAX = 1_024  # clients ask for far more than they get
 _FIRST_BLOCK_BYTES = 256  # of a prompt that is one text; each further block is longer
 _GROWTH = 1.3
+_NO_LORA = frozenset({b"", b"null", b"[]"})
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +38,8 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     """The beginnings of its conversation, the shortest one first."""
     prompt_bytes: int = 0
     output_tokens: int = USUAL_OUTPUT_TOKENS
+    has_lora: bool = False
+    """Whether it chooses adapters by number, which only the pipeline can tell the names of."""
 
 
 class _Body(msgspec.Struct):
@@ -42,6 +47,7 @@ class _Body(msgspec.Struct):
     wrong with them."""
 
     model: msgspec.Raw = msgspec.Raw()
+    name: msgspec.Raw = msgspec.Raw()  # Ollama's older word for it, of /api/show and /api/pull
     previous_response_id: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
@@ -54,6 +60,7 @@ class _Body(msgspec.Struct):
     max_tokens: msgspec.Raw = msgspec.Raw()
     max_completion_tokens: msgspec.Raw = msgspec.Raw()
     max_output_tokens: msgspec.Raw = msgspec.Raw()
+    lora: msgspec.Raw = msgspec.Raw()
 
 
 def peek(raw: bytes) -> Asked:
@@ -62,18 +69,30 @@ def peek(raw: bytes) -> Asked:
     try:
         body = msgspec.json.decode(raw, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return Asked()
+        return _of_form(raw)
     front = [part for part in (body.tools, body.system, body.instructions) if bytes(part)]
     talk = next((part for part in (body.messages, body.input, body.prompt, body.content) if bytes(part)), msgspec.Raw())
     chain = _chain(front, _pieces(bytes(talk)))
     lengths = (body.max_completion_tokens, body.max_output_tokens, body.max_tokens, body.n_predict)
     return Asked(
-        model=_text(body.model),
+        model=_text(body.model) or _text(body.name),
         previous_id=_text(body.previous_response_id) or "",
         chain=_kept(chain),
         prompt_bytes=chain[-1].n_bytes if chain else 0,
         output_tokens=next((n for part in lengths if (n := _count(part)) is not None), USUAL_OUTPUT_TOKENS),
+        has_lora=bytes(body.lora) not in _NO_LORA,
     )
+
+
+def _of_form(raw: bytes) -> Asked:
+    """Return the model that a form with a file names, as the pipeline will read it."""
+    try:
+        fields = fields_of(raw)
+    except InvalidRequestError:
+        return Asked()
+    model = fields.get("model")
+    name = model.decode("utf-8", "replace") if model else None
+    return Asked(model=name, prompt_bytes=len(raw), has_lora="lora" in fields)
 
 
 def _pieces(talk: bytes) -> list[bytes]:

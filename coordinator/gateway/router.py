@@ -1,9 +1,9 @@
 """Chooses the pipeline that answers a request. Pure: reports and times come in, decisions go out.
 
-The model's replicas are compared by the work that a request would find and bring: prompts that are still to be read
-there, answers that are being written over its lanes, and as much of its own prompt as that replica has not seen. The
-unit is one token of a prompt. So a conversation stays with the replica that has its prefix, until that one is so busy
-that another is faster even without the prefix.
+The model's replicas are compared by the work that a request would find there and bring along. It finds prompts that are
+still to be read, and answers that are being written over the replica's lanes. It brings as much of its own prompt as
+that replica has not seen. The unit is one token of a prompt. So a conversation stays with the replica that has its
+prefix, until that one is so busy that another is faster even without the prefix.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
+from relayline.coordinator.gateway.awake import Awake
 from relayline.coordinator.gateway.bounds import (
     OUTSTANDING_MAX,
     PREFIXES_PER_BACKEND_MAX,
@@ -20,7 +21,9 @@ from relayline.coordinator.gateway.bounds import (
     RETRY_AFTER_S,
 )
 from relayline.coordinator.gateway.peek import BYTES_PER_TOKEN, USUAL_OUTPUT_TOKENS, Asked
+from relayline.coordinator.sessions.model_names import without_latest
 from relayline.wire.common.errors import ModelNotFoundError, NotReadyError, OverloadedError, RelaylineError
+from relayline.wire.common.phase import Phase
 
 WRITTEN_COST = 16  # one token of an answer, in tokens of a prompt that is read: a step costs about as much
 NAMES_SHOWN = 20  # of the models that are served, in an error
@@ -50,6 +53,10 @@ class Heard:
     n_lanes: int = 1
     started_unix_s: int = 0
     """Its start time: a restarted pipeline has forgotten its prefixes."""
+    rests: bool = False
+    """Whether a request there waits for its stages to load, because it sleeps or wakes."""
+    is_asleep: bool = False
+    """Whether its stages hold nothing, and do not load either."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,6 +77,8 @@ class Backend:
         self.problem = ""
         self.models: tuple[str, ...] = ()  # stays when it dies: its model is not unknown then
         self.n_lanes = 1
+        self.rests = False  # whether a request there waits for its stages to load
+        self.is_asleep = False  # and whether they do not load yet
         self.n_others = 0  # requests there that are not this gateway's, when it was last heard
         self.heard_ns = 0
         self.n_sent = 0  # requests in all
@@ -82,10 +91,24 @@ class Backend:
         """Requests of this gateway that have not ended."""
         return len(self._outstanding)
 
+    @property
+    def state(self) -> str:
+        """One word for people."""
+        if self.is_leaving:
+            return Phase.DRAINING.value
+        if self.health is Health.READY and self.rests:
+            return (Phase.SLEEPING if self.is_asleep else Phase.WAKING).value
+        return self.health.value
+
     def unread_tokens(self, asked: Asked) -> int:
         """Return how many tokens of the prompt this pipeline has not been sent before."""
         n_known = next((mark.n_bytes for mark in reversed(asked.chain) if mark.hash in self._known), 0)
         return (asked.prompt_bytes - n_known) // BYTES_PER_TOKEN
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether a request would start there at once, as far as is known."""
+        return not self.rests and self.n_outstanding + self.n_others < self.n_lanes
 
     def work(self) -> float:
         """Return the outstanding work, in prompt tokens."""
@@ -100,8 +123,13 @@ class Backend:
         self._started_unix_s = heard.started_unix_s
         self.health = Health.READY if heard.is_ready else Health.PAUSED
         self.models, self.n_lanes, self.problem = heard.models, max(1, heard.n_lanes), ""
+        self.rests, self.is_asleep = heard.rests, heard.is_asleep
         self.n_others = max(0, heard.n_requests - self.n_outstanding)
         self.heard_ns = now_ns
+
+    def slept(self) -> None:
+        """It has fallen asleep just now."""
+        self.rests = self.is_asleep = True
 
     def failed(self, problem: str) -> None:
         """It does not answer."""
@@ -129,7 +157,9 @@ class Backend:
 class Router:
     """The pipelines behind one address. Their order is that of preference where nothing else decides."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], awake_max: int = 0) -> None:
+        """`awake_max`: how many pipelines may be awake at once; 0: all."""
+        self.awake = Awake(awake_max)
         self.backends: tuple[Backend, ...] = ()
         self._holders: OrderedDict[str, Backend] = OrderedDict()  # of stored responses, by id
         for name in names:
@@ -194,6 +224,8 @@ class Router:
         served = self.models()
         if model is None:
             model = next((name for backend in self.staying for name in backend.models), None)
+        elif model not in served and without_latest(model) in served:
+            model = without_latest(model)
         elif model not in served and any(not backend.models for backend in self.staying):
             raise _not_ready(f"model {model[:200]!r}: not every pipeline has been reached yet")
         if model is None:
@@ -206,7 +238,9 @@ class Router:
     def choose(self, asked: Asked, tried: Collection[Backend] = ()) -> Backend:
         """Return the pipeline that answers a request, other than those `tried`.
 
-        Where all replicas are paused one of them is returned: it says best when to come back. Raises
+        One that sleeps is woken only where the others have no free lane, and where not all pipelines may be awake, only
+        if nothing waits for that. Where all replicas are paused one of them is returned: it says best when to come
+        back. Raises
         ModelNotFoundError, OverloadedError where all have as many requests as they may, NotReadyError where none lives.
         """
         replicas = self.candidates(asked.model)
@@ -219,6 +253,9 @@ class Router:
         free = [each for each in best if each.n_outstanding < OUTSTANDING_MAX]
         if not free:
             raise OverloadedError(f"all replicas have {OUTSTANDING_MAX} requests; try again shortly", RETRY_AFTER_S)
+        awake = [each for each in free if not (each.rests or self.awake.is_shut(each))]
+        if awake and (any(each.has_lane for each in awake) or not self.awake.has_place):
+            free = awake
         return min(free, key=lambda each: each.work() + each.unread_tokens(asked))
 
 

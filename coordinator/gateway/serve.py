@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from relayline.coordinator.gateway.app import make_gateway
 from relayline.coordinator.gateway.bounds import BACKENDS_MAX, LEAVE_TIMEOUT_S, READY_POLL_S, READY_TIMEOUT_S
 from relayline.coordinator.gateway.forward import Forwarder
+from relayline.coordinator.gateway.gate import PipelineLostError
 from relayline.coordinator.gateway.links import BackendConfig, Links
 from relayline.coordinator.gateway.router import Health
 from relayline.coordinator.http.edge.api_keys import protect_http
@@ -17,7 +18,7 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.coordinator.http.edge.server import server_tls, start_http
 from relayline.wire.common.bounds import DRAIN_TIMEOUT_S
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import NotReadyError, UsageError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,12 +31,16 @@ class GatewayConfig:
     """Where clients connect. Where it demands no keys, those that clients send are passed on."""
     limits: HttpLimits = dataclasses.field(default_factory=HttpLimits)
     """Bounds of the HTTP side."""
+    awake_max: int = 0
+    """How many pipelines may be awake at once; 0: all."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for pipelines with equal names, or too many."""
+        """Raises UsageError for pipelines with equal names, or too many, and for a bound below 0."""
         names = [backend.name for backend in self.backends]
         if not names:
             raise UsageError("a gateway needs at least one pipeline; give it with --backend http://HOST:PORT")
+        if self.awake_max < 0:
+            raise UsageError(f"--awake-max {self.awake_max}: give a number of pipelines, or 0 for all")
         if len(names) > BACKENDS_MAX:
             raise UsageError(f"a gateway has at most {BACKENDS_MAX} pipelines, not {len(names)}")
         if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
@@ -75,6 +80,26 @@ class ServedGateway:
                     await asyncio.sleep(READY_POLL_S)
         return False
 
+    @contextlib.asynccontextmanager
+    async def starting(self, name: str) -> AsyncIterator[None]:
+        """Within the context a pipeline starts: others are put to sleep before, where not all may be awake.
+
+        It starts all the same where they cannot, after a bound.
+        """
+        backend = self._links.router.named(name)
+        async with contextlib.AsyncExitStack() as stack:
+            if backend is not None:
+                with contextlib.suppress(NotReadyError, PipelineLostError):
+                    await stack.enter_async_context(self._links.gate.place(backend, is_start=True))
+            yield
+            if backend is not None and backend in self._links.links and self._links.router.awake.limit:
+                await self._links.ask(self._links.links[backend])  # it counts as awake from now on
+
+    @property
+    def asleep(self) -> list[str]:
+        """The names of the pipelines that sleep."""
+        return [backend.name for backend in self._links.router.staying if backend.is_asleep]
+
     def leave(self, name: str) -> None:
         """Give a pipeline no more requests."""
         if (backend := self._links.router.named(name)) is not None:
@@ -102,7 +127,7 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[ServedGateway]
     """
     context = server_tls(config.http.tls)
     async with contextlib.AsyncExitStack() as stack:
-        links = await stack.enter_async_context(Links(config.backends))
+        links = await stack.enter_async_context(Links(config.backends, config.awake_max))
         app, gateway = make_gateway(links, config.limits)
         stack.enter_context(protect_http(app, config.http))
         gateway.forwarder.checks_keys = config.http.api_keys_file is not None

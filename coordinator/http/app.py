@@ -9,17 +9,20 @@ from aiohttp import web
 
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.core_routes import core_routes
-from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, add_dialects
+from relayline.coordinator.http.dialect_routes import add_dialects
 from relayline.coordinator.http.edge.api_keys import PAGE_PATHS
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, request_id
 from relayline.coordinator.http.edge.record import note_status, observing
 from relayline.coordinator.http.edge.server import LIMITS
+from relayline.coordinator.http.error_forms import ERROR_FORMS
 from relayline.coordinator.http.layer_handlers import LayerControl, layer_routes
 from relayline.coordinator.http.live import FACTS as FACTS
 from relayline.coordinator.http.live import LiveFeed
 from relayline.coordinator.http.page import read_files, routes
 from relayline.coordinator.http.replies.service import ServedModel, make_service
+from relayline.coordinator.http.sleep_handlers import SleepControl, sleep_routes
+from relayline.coordinator.joining.inviting import Inviter
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import Generator
 
@@ -32,24 +35,27 @@ def make_app(
     limits: HttpLimits | None = None,
     control: TelemetryControl | None = None,
     layers: LayerControl | None = None,
+    inviter: Inviter | None = None,
+    sleep: SleepControl | None = None,
 ) -> web.Application:
     """Return the OpenAI-compatible application of one model.
 
-    Without `control` nothing is traced beyond this process's own ring, without `layers` none can be moved. Serve the
-    application with `coordinator.http.edge.server.start_http`: handlers count on being cancelled when their client goes
-    away. Further routes (metrics) may be added before it is started.
+    Without `control` nothing is traced beyond this process's own ring, without `layers` none can be moved, without
+    `inviter` no join lines are made, and without `sleep` nothing sleeps. Serve the application with
+    `coordinator.http.edge.server.start_http`: handlers count on being cancelled when their client goes away. Further
+    routes (metrics) may be added before it is started.
     """
     limits = limits or HttpLimits()
     control = control or TelemetryControl(Observer(), tuple)
     observer = control.observer
     service = make_service(generator, model, limits, observer)
-    middlewares = [OUTER_MIDDLEWARE, observing(observer, request_id), errors_as_json]
+    middlewares = [*ERROR_FORMS, observing(observer, request_id), errors_as_json]
     files = read_files()
     facts: dict[str, object] = {"model_id": model.model_id, "version": service.fingerprint}
     if limits.adapters:
         facts["adapters"] = limits.adapters
-    if service.images is not None:
-        facts["images_max"] = service.images.per_request_max
+    if service.media is not None:
+        facts |= {"media_max": service.media.per_request_max, "takes": service.media.takes._asdict()}
     feed = LiveFeed(generator, control, facts)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app[LIMITS] = limits
@@ -58,14 +64,19 @@ def make_app(
 
     async def close_pool(_app: web.Application) -> None:
         service.pool.close()
-        if service.images is not None:
-            await service.images.close()
+        if service.media is not None:
+            await service.media.close()
+
+    async def close_control(_app: web.Application) -> None:
+        await control.close()
 
     app.on_shutdown.append(feed.close)
+    app.on_shutdown.append(close_control)
     app.on_cleanup.append(close_pool)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
-    app.add_routes([*core_routes(service, control, feed), *layer_routes(layers), *routes(files)])
+    app.add_routes([*core_routes(service, control, feed), *layer_routes(layers, inviter), *routes(files)])
+    app.add_routes(sleep_routes(sleep))
     app[PAGE_PATHS] = add_dialects(app, service) | frozenset(files)
     facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from relayline.coordinator.http.batches.handlers import BatchHandlers
 from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
 from relayline.coordinator.http.llama.handlers import LlamaHandlers
-from relayline.coordinator.http.messages.errors import messages_errors
 from relayline.coordinator.http.messages.handlers import MessageHandlers
+from relayline.coordinator.http.ollama.handlers import OllamaHandlers
 from relayline.coordinator.http.openapi import add_openapi
 from relayline.coordinator.http.replies.service import Service
+from relayline.coordinator.http.responses.background import Background
+from relayline.coordinator.http.responses.begin import BACKGROUND, STORE
 from relayline.coordinator.http.responses.handlers import ResponseHandlers
 from relayline.coordinator.http.responses.store import ResponseStore
+from relayline.coordinator.http.transcriptions.handlers import TranscriptionHandlers
 
-OUTER_MIDDLEWARE = messages_errors  # around everything: it writes what went wrong anywhere
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")  # Jina's and Cohere's, and llama-server's
 
 
 def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
@@ -21,13 +25,16 @@ def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
 
     Returns the paths that tell nothing about anybody, which need no key.
     """
-    app.add_routes(_routes(service))
+    store = app[STORE] = ResponseStore()
+    background = app[BACKGROUND] = Background(service, store)
+    app.on_shutdown.append(background.close)
+    app.add_routes(_routes(service, ResponseHandlers(service, store, background)))
     return add_openapi(app)
 
 
-def _routes(service: Service) -> list[web.RouteDef]:
-    responses, messages = ResponseHandlers(service, ResponseStore()), MessageHandlers(service)
-    llama, embeddings = LlamaHandlers(service), EmbeddingHandlers(service)
+def _routes(service: Service, responses: ResponseHandlers) -> list[web.RouteDef]:
+    messages, llama = MessageHandlers(service), LlamaHandlers(service)
+    embeddings, transcriptions = EmbeddingHandlers(service), TranscriptionHandlers(service)
     return [
         web.post("/v1/responses", responses.create),
         web.post("/v1/responses/input_tokens", responses.count),
@@ -37,9 +44,29 @@ def _routes(service: Service) -> list[web.RouteDef]:
         web.post("/v1/responses/{id}/cancel", responses.cancel),
         web.post("/v1/embeddings", embeddings.create),
         web.post("/embedding", embeddings.create_plain),
+        *(web.post(path, embeddings.rerank) for path in RERANK_PATHS),
         web.post("/completion", llama.completion),
         web.post("/infill", llama.infill),
         web.get("/slots", llama.slots),
+        web.get("/lora-adapters", llama.lora_adapters),
         web.post("/v1/messages", messages.create),
+        web.post("/v1/audio/transcriptions", transcriptions.create),
+        web.post("/audio/transcriptions", transcriptions.create),
         web.post("/v1/messages/count_tokens", messages.count),
+        *BatchHandlers(service.limits).routes(),
+        *_ollama_routes(OllamaHandlers(service)),
+    ]
+
+
+def _ollama_routes(ollama: OllamaHandlers) -> list[web.RouteDef]:
+    return [
+        web.get("/api/version", ollama.api_version),
+        web.get("/api/tags", ollama.tags),
+        web.get("/api/ps", ollama.running),
+        web.post("/api/show", ollama.show),
+        web.post("/api/chat", ollama.chat),
+        web.post("/api/generate", ollama.generate),
+        web.post("/api/embed", ollama.embed),
+        web.post("/api/embeddings", ollama.embedding),
+        web.post("/api/pull", ollama.pull),
     ]

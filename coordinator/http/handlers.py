@@ -9,6 +9,7 @@ import time
 import msgspec
 from aiohttp import hdrs, web
 
+from relayline.coordinator.http.edge.clients import check_may_use, tenant_of
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.edge.record import RECORD
 from relayline.coordinator.http.llama.settings import default_settings
@@ -33,10 +34,12 @@ class Handlers:
         self._service = service
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        """GET /health: 200 when a request would start at once, else 503 with the phase that says why."""
+        """GET /health: 200 when a request would start, or wake the pipeline; else 503 with the phase that says why."""
         phase = self._service.generator.phase
         if phase is Phase.READY:
             return json_response(b'{"status":"ok"}')
+        if phase.rests:
+            return json_response(b'{"status":"%s"}' % phase.value.encode())
         return json_response(b'{"status":"%s"}' % phase.value.encode(), 503, {"Retry-After": "1"})
 
     async def live(self, _request: web.Request) -> web.StreamResponse:
@@ -47,16 +50,20 @@ class Handlers:
         """GET /version, as vLLM has it."""
         return json_response(shapes.encode({"version": self._service.fingerprint.removeprefix("relayline-")}))
 
-    async def models(self, _request: web.Request) -> web.StreamResponse:
+    async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
         limits = self._service.limits
+        may_use = tenant_of(request).models
         names = [*dict.fromkeys((self._service.model_id, *limits.model_aliases, *limits.adapters))]
-        found = shapes.ModelList([self._model(name) for name in names], first_id=names[0], last_id=names[-1])
+        names = [name for name in names if not may_use or name in may_use]
+        ends = (names[0], names[-1]) if names else ("", "")
+        found = shapes.ModelList([self._model(name) for name in names], first_id=ends[0], last_id=ends[1])
         return json_response(shapes.encode(found))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{id}; ids may contain slashes."""
         name = validation.check_model(request.match_info["id"], self._service.model_id, self._service.limits)
+        self._check_may_use(request, name)
         return json_response(shapes.encode(self._model(name)))
 
     async def pipeline(self, request: web.Request) -> web.StreamResponse:
@@ -64,6 +71,13 @@ class Handlers:
         text = request.query.get("since_ns")
         since_ns = None if text is None else validation.nanoseconds(text, "since_ns")
         return json_response(msgspec.json.encode(await self._service.generator.describe(since_ns)))
+
+    async def usage(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/usage: requests and tokens of each API key since the start, and what runs and waits now."""
+        service = self._service
+        data = service.observer.usage.figures(service.generator.tenants())
+        found = {"object": "list", "key": tenant_of(request).name or None, "since": service.created, "data": data}
+        return json_response(msgspec.json.encode(found))
 
     async def targets(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline/targets: this process and its stages, as Prometheus' HTTP service discovery reads them."""
@@ -137,6 +151,7 @@ class Handlers:
     async def props(self, _request: web.Request) -> web.StreamResponse:
         """GET /props: the facts of the served model, as llama-server gives them."""
         service = self._service
+        takes = service.takes
         fields = {
             "default_generation_settings": {"params": default_settings(), "n_ctx": service.generator.ctx_tokens},
             "total_slots": len(service.generator.slots()),
@@ -147,9 +162,9 @@ class Handlers:
             "chat_template": service.conversation.template_text or "",
             "bos_token": service.tokenizer.bos_text,
             "eos_token": service.tokenizer.eos_text,
-            "modalities": {"vision": service.images is not None, "audio": False},
+            "modalities": {"vision": takes.images, "audio": takes.audio},
             "build_info": service.fingerprint,
-            "is_sleeping": False,
+            "is_sleeping": service.generator.phase is Phase.SLEEPING,
         }
         return json_response(msgspec.json.encode(fields))
 
@@ -162,8 +177,9 @@ class Handlers:
         param: str,
         form: ChatForm | None,
     ) -> Job:
-        """Note a prepared request and lay out its choices."""
+        """Note a prepared request and lay out its choices. Raises ModelNotFoundError."""
         service = self._service
+        self._check_may_use(request, prepared.model)
         note_plan(service.observer, request, plan, prepared.model, header.id)
         prompts = await unpacked_prompts(prepared)
         prediction = unpacked(prepared.prediction)
@@ -178,7 +194,12 @@ class Handlers:
         is_long = request.can_read_body if n_bytes is None else n_bytes > self._service.limits.body_free_bytes
         if is_long:
             self._service.generator.check_ready()
-            self._service.generator.check_room()
+            self._service.generator.check_room(tenant_of(request))
+
+    def _check_may_use(self, request: web.Request, name: str) -> None:
+        """Raise ModelNotFoundError unless the request's key may use the model that this name means."""
+        is_other = name in self._service.limits.adapters
+        check_may_use(tenant_of(request), name, "" if is_other else self._service.model_id)
 
     def _model(self, name: str) -> shapes.Model:
         service = self._service
@@ -189,8 +210,10 @@ class Handlers:
         if ctx_tokens := service.generator.ctx_tokens:
             model.max_model_len = model.max_input_tokens = model.max_tokens = ctx_tokens
             model.meta = shapes.ModelMeta(n_ctx=ctx_tokens, n_vocab=service.tokenizer.n_vocab)
-        if service.images is not None:
-            model.architecture = shapes.ModelArchitecture()
+        takes = service.takes
+        if any(takes):
+            more = [name for name, is_taken in (("image", takes.images), ("audio", takes.audio)) if is_taken]
+            model.architecture = shapes.ModelArchitecture(("text", *more))
         return model
 
     def _header(self, prefix: str, model: str, plan: validation.Plan) -> Header:
@@ -202,4 +225,5 @@ class Handlers:
             include_usage=plan.include_usage,
             return_token_ids=plan.return_token_ids,
             n_prompt_logprobs=plan.n_prompt_logprobs,
+            service_tier=plan.service_tier or msgspec.UNSET,
         )

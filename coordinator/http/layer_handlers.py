@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import msgspec
@@ -9,10 +10,21 @@ from aiohttp import web
 
 from relayline.coordinator.http.edge.body import read_small
 from relayline.coordinator.http.edge.middleware import json_response
-from relayline.coordinator.http.requests.bodies import DrainBody, LayersBody, NewStageBody, decode_body
+from relayline.coordinator.http.edge.steering import check_steers
+from relayline.coordinator.http.requests.bodies import DrainBody, InviteBody, LayersBody, NewStageBody, decode_body
+from relayline.coordinator.joining.inviting import Inviter
+from relayline.wire.common.errors import InvalidRequestError
 
 PATH = "/v1/pipeline/layers"
 STAGES_PATH = "/v1/pipeline/stages"
+INVITATIONS_PATH = "/v1/pipeline/invitations"
+
+_NO_LINES = (
+    "this server makes no join lines: that needs --allow-invites, API keys and a CA whose key is here; "
+    "`relayline invite` prints one on the coordinator's machine"
+)
+
+log = logging.getLogger("relayline.http")
 
 
 class LayerControl(Protocol):
@@ -31,7 +43,7 @@ class LayerControl(Protocol):
         """Return the present layers and the latest change."""
 
 
-def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
+def layer_routes(control: LayerControl | None, inviter: Inviter | None = None) -> list[web.RouteDef]:
     """Return the routes; none if layers cannot be moved."""
     if control is None:
         return []
@@ -42,22 +54,37 @@ def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
 
     async def move(request: web.Request) -> web.StreamResponse:
         """PUT /v1/pipeline/layers: begin a change; 202, and GET reports the outcome."""
+        check_steers(request)
         control.move(decode_body(await read_small(request), LayersBody).cuts)
         return json_response(msgspec.json.encode(control.describe()), 202)
 
     async def drain(request: web.Request) -> web.StreamResponse:
         """PUT /v1/pipeline/stages/NAME: drain a stage, or offer it layers again; 202, and GET reports the outcome."""
+        check_steers(request)
         is_drained = decode_body(await read_small(request), DrainBody).drained
         await control.drain(request.match_info["name"], is_drained=is_drained)
         return json_response(msgspec.json.encode(control.describe()), 202)
 
     async def add(request: web.Request) -> web.StreamResponse:
         """POST /v1/pipeline/stages: make a place for one more stage; 201."""
+        check_steers(request)
         body = decode_body(await read_small(request), NewStageBody)
         control.add(body.name, is_spare=body.spare)
         return json_response(msgspec.json.encode(control.describe()), 201)
 
+    async def invite(request: web.Request) -> web.StreamResponse:
+        """POST /v1/pipeline/invitations: make the line with which a machine joins; 201."""
+        check_steers(request)
+        body = decode_body(await read_small(request), InviteBody)
+        if inviter is None:
+            raise InvalidRequestError(_NO_LINES)
+        made = await inviter.invite(body.name, body.host, is_spare=body.spare)
+        fields = {"stage": made.name, "host": made.host, "from": request.remote or ""}
+        log.info("join line made", extra={"fields": fields})
+        return json_response(msgspec.json.encode(made), 201, {"Cache-Control": "no-store"})
+
     return [
+        web.post(INVITATIONS_PATH, invite),
         web.get(PATH, described),
         web.put(PATH, move),
         web.post(STAGES_PATH, add),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -13,10 +14,13 @@ from relayline.coordinator.engine.descriptions import place_of, share_host, stag
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.observe.live_view import LiveView, Seen
 from relayline.coordinator.observe.step_looks import StepLooks, steps_asked
-from relayline.coordinator.planner.running_plan import running_plan
+from relayline.coordinator.planner.running_plan import RunningPlan, Variant, other_layers, running_plan
+from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.shared_devices import device_numbers
+from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import Generator
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.tasks import end_task
@@ -30,6 +34,54 @@ PLAN_EVERY_S = 5.0  # at most: planning takes a while, in a thread
 LOOK_EVERY_S = 0.9  # at most: pages ask every second
 
 
+class _Planner:
+    """Everything that the running pipeline says about its speed."""
+
+    def __init__(
+        self, costs: Sequence[StageCost], edges: Edges, names: Sequence[str], described: Mapping[str, object]
+    ) -> None:
+        self._costs, self.edges, self._names, self._described = costs, edges, names, described
+        running, lanes = described.get("plan"), described.get("lanes")
+        self._overhead_ns = float(running.get("overhead_ns", 0.0)) if isinstance(running, dict) else 0.0
+        self._n_lanes = lanes if isinstance(lanes, int) else 1
+
+    def all(self) -> _Plans:
+        """Return the plans, and who was to get which layers; takes a while."""
+        ctx_tokens, planned = self._described.get("ctx_tokens"), self._described.get("planned")
+        found = running_plan(
+            self._costs,
+            self.edges,
+            self._names,
+            overhead_ns=self._overhead_ns,
+            n_lanes=self._n_lanes,
+            ctx_tokens=ctx_tokens if isinstance(ctx_tokens, int) else 0,
+        )
+        stages = planned.get("stages") if isinstance(planned, dict) else None
+        return _Plans(self, found, stages, time.monotonic_ns())
+
+    def with_layers(self, asked: Edges) -> Variant | None:
+        """Return the plan with other layers of the same stages; takes a part of that while."""
+        return other_layers(self._costs, self.edges, asked, overhead_ns=self._overhead_ns, n_lanes=self._n_lanes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plans:
+    """What was planned last."""
+
+    planner: _Planner
+    found: RunningPlan
+    stages: object
+    """Who was to get which layers at the start."""
+    planned_ns: int
+
+    def body(self, asked: Variant | None = None) -> bytes:
+        """Return it as JSON, with `asked` as the second plan."""
+        plans = self.found.plans
+        if asked is not None:
+            plans = [plans[0], asked, *plans[1:]]
+        return msgspec.json.encode({**dataclasses.asdict(self.found), "plans": plans, "planned": self.stages})
+
+
 class LiveFeed:
     """The looks of one application. Event loop only."""
 
@@ -38,8 +90,9 @@ class LiveFeed:
         self._generator, self._control = generator, control
         self._looks = StepLooks(now_ns)
         self._view = LiveView(now_ns, time.time_ns() - now_ns, facts)
-        self._looked_ns = self._planned_ns = -(1 << 62)  # never
-        self._plan_body, self._planning = b"", asyncio.Lock()
+        self._looked_ns = -(1 << 62)  # never
+        self._plans: _Plans | None = None
+        self._planning = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self.n_looks = 0
 
@@ -50,14 +103,25 @@ class LiveFeed:
             await self._look_once()
         return json_response(self._view.answer(after, self._looked_ns), headers={"Cache-Control": "no-store"})
 
-    async def plan(self, _request: web.Request) -> web.StreamResponse:
-        """GET /v1/pipeline/plan: the predictions for the running plan and for others."""
-        async with self._planning:  # pages that ask together wait for one plan
-            if time.monotonic_ns() - self._planned_ns >= PLAN_EVERY_S * 1e9:
-                await self._plan()
-            return json_response(self._plan_body, headers={"Cache-Control": "no-store"})
+    async def plan(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/pipeline/plan: the predictions for the running plan and for others.
 
-    async def _plan(self) -> None:
+        `?cuts=8,16` adds the plan in which each stage but the first begins at one of these layers.
+        """
+        text = request.query.get("cuts")
+        async with self._planning:  # pages that ask together wait for one plan
+            plans = self._plans
+            if plans is None or time.monotonic_ns() - plans.planned_ns >= PLAN_EVERY_S * 1e9:
+                plans = self._plans = await asyncio.to_thread((await self._measured()).all)
+            asked = None
+            if text is not None:
+                edges = _asked_edges(text, plans.planner.edges)
+                asked = await asyncio.to_thread(plans.planner.with_layers, edges)
+            body = plans.body(asked)
+        return json_response(body, headers={"Cache-Control": "no-store"})
+
+    async def _measured(self) -> _Planner:
+        """Ask all stages for their measurements. Raises NotReadyError."""
         described = await self._generator.describe(with_recent=False)
         stages, listed = self._control.stages(), described.get("stages")
         statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in stages))
@@ -72,19 +136,7 @@ class LiveFeed:
         ]
         edges = tuple((int(stage["layers"][0]), int(stage["layers"][1])) for stage in listed)
         names = [str(stage.get("name") or f"stage {stage['index']}") for stage in listed]
-        running, lanes = described.get("plan"), described.get("lanes")
-        overhead_ns = float(running.get("overhead_ns", 0.0)) if isinstance(running, dict) else 0.0
-        ctx_tokens = described.get("ctx_tokens")
-        plan = await asyncio.to_thread(
-            running_plan,
-            costs,
-            edges,
-            names,
-            overhead_ns=overhead_ns,
-            n_lanes=lanes if isinstance(lanes, int) else 1,
-            ctx_tokens=ctx_tokens if isinstance(ctx_tokens, int) else 0,
-        )
-        self._plan_body, self._planned_ns = msgspec.json.encode(plan), time.monotonic_ns()
+        return _Planner(costs, edges, names, described)
 
     async def close(self, _app: web.Application | None = None) -> None:
         """End a look that is under way."""
@@ -135,6 +187,18 @@ class LiveFeed:
 def _rows_max(status: pb.StatusResponse) -> int:
     """Return the rows up to which a stage has measured its steps."""
     return max((point.n_rows for point in status.decode_curve), default=1)
+
+
+def _asked_edges(text: str, edges: Edges) -> Edges:
+    """Return the layers of each stage if they are cut there. Raises InvalidRequestError."""
+    n_layers = edges[-1][1] if edges else 0
+    parts = text.split(",") if text else []
+    if len(parts) != len(edges) - 1 or not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
+        raise InvalidRequestError.of_field("cuts", f"{len(edges)} stages need {len(edges) - 1} layers, such as 8,16")
+    cuts = [int(part) for part in parts]
+    if [0, *cuts, n_layers] != sorted({0, *cuts, n_layers}):
+        raise InvalidRequestError.of_field("cuts", f"they must ascend and lie between 1 and {n_layers - 1}")
+    return ranges(n_layers, cuts)
 
 
 def _look_number(text: str) -> int:

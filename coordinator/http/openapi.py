@@ -15,14 +15,23 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
+from relayline.coordinator.http.batches.bodies import BatchBody, FileForm
 from relayline.coordinator.http.edge.errors import ErrorBody
-from relayline.coordinator.http.embeddings.asking import EmbeddingsBody
+from relayline.coordinator.http.embeddings.asking import EmbeddingsBody, RerankBody
 from relayline.coordinator.http.llama.asking import InfillBody, LlamaBody
 from relayline.coordinator.http.messages.asking import MessagesBody
+from relayline.coordinator.http.ollama.asking import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaPullBody,
+    OllamaShowBody,
+)
 from relayline.coordinator.http.page import HEADERS
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.requests import bodies
 from relayline.coordinator.http.responses.bodies import ResponsesBody
+from relayline.coordinator.http.transcriptions.asking import TranscriptionForm
 from relayline.wire.common.versions import version_of
 
 OPENAPI_PATH, DOCS_PATH = "/openapi.json", "/docs"
@@ -42,6 +51,20 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/infill"): InfillBody,
     ("POST", "/v1/embeddings"): EmbeddingsBody,
     ("POST", "/embedding"): EmbeddingsBody,
+    ("POST", "/v1/rerank"): RerankBody,
+    ("POST", "/rerank"): RerankBody,
+    ("POST", "/v1/reranking"): RerankBody,
+    ("POST", "/reranking"): RerankBody,
+    ("POST", "/v1/audio/transcriptions"): TranscriptionForm,
+    ("POST", "/audio/transcriptions"): TranscriptionForm,
+    ("POST", "/api/chat"): OllamaChatBody,
+    ("POST", "/api/generate"): OllamaGenerateBody,
+    ("POST", "/api/show"): OllamaShowBody,
+    ("POST", "/api/pull"): OllamaPullBody,
+    ("POST", "/api/embed"): OllamaEmbedBody,
+    ("POST", "/api/embeddings"): OllamaEmbedBody,
+    ("POST", "/v1/files"): FileForm,
+    ("POST", "/v1/batches"): BatchBody,
     ("PUT", "/v1/telemetry"): bodies.TelemetryBody,
 }
 # The same -> the type of what status 200 brings, where it has one.
@@ -52,8 +75,12 @@ _REPLIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("GET", "/v1/models"): shapes.ModelList,
     ("GET", "/v1/models/{id}"): shapes.Model,
 }
-_STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/completion", "/infill"}
+_STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/completion", "/infill",
+              "/v1/audio/transcriptions", "/audio/transcriptions"}  # fmt: skip
+_STREAMING_LINES = {"/api/chat", "/api/generate", "/api/pull"}  # of JSON
 _PLAIN = {"/metrics"}  # text, not JSON
+_FILES = {"/v1/files/{id}/content"}  # the bytes of a file
+_FORMS = {"/v1/audio/transcriptions", "/audio/transcriptions", "/v1/files"}  # multipart/form-data
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
     "/v1/messages": {
@@ -130,8 +157,12 @@ def _operation(route: web.AbstractRoute, path: str, schema_of: Mapping[Any, Any]
     content: dict[str, Any] = {"application/json": {"schema": schema_of.get(_REPLIES.get(key, object), {})}}
     if path in _PLAIN or path == DOCS_PATH:
         content = {"text/plain" if path in _PLAIN else "text/html": {}}
+    if path in _FILES:
+        content = {"application/octet-stream": {}}
     if path in _STREAMING:
         content["text/event-stream"] = {"schema": {"type": "string"}}
+    if path in _STREAMING_LINES:
+        content["application/x-ndjson"] = {"schema": {"type": "string"}}
     operation: dict[str, Any] = {
         "operationId": f"{route.method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', path).rstrip('_')}",
         "summary": _summary(route),
@@ -146,8 +177,8 @@ def _operation(route: web.AbstractRoute, path: str, schema_of: Mapping[Any, Any]
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if key in _BODIES:
-        body = {"required": True, "content": {"application/json": {"schema": schema_of[_BODIES[key]]}}}
-        operation["requestBody"] = body
+        kind = "multipart/form-data" if path in _FORMS else "application/json"
+        operation["requestBody"] = {"required": True, "content": {kind: {"schema": schema_of[_BODIES[key]]}}}
     return operation
 
 
@@ -178,7 +209,8 @@ def _page(described: Mapping[str, Any]) -> str:
             parts.append(f"<p>{html.escape(operation['summary'])}</p>")
             body = operation.get("requestBody")
             if body:
-                name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                (content,) = body["content"].values()
+                name = content["schema"]["$ref"].rpartition("/")[2]
                 parts.append(_fields(schemas[name]))
     return "".join([*parts, "</html>"])
 

@@ -8,10 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
+from relayline.coordinator.joining.codes import CodedInvitation
 from relayline.coordinator.joining.invitations import Invitation
+from relayline.coordinator.relay.config import RelayConfig
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
 from relayline.wire.links import enrolment
+from relayline.wire.links.join_code import JoinCode
 from relayline.wire.links.roles import Identity
 from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -82,6 +85,15 @@ class Authority(Protocol):
     def invitation(self, name: str) -> Invitation | None:
         """Return the invitation of a stage."""
 
+    def invite(self, name: str, host: str) -> CodedInvitation:
+        """Make the invitation of a stage on a host with its short code, in place of earlier ones. Raises UsageError."""
+
+    def coded(self, slot: int) -> CodedInvitation | None:
+        """Return the invitation whose code begins with `slot`, whether or not it is open."""
+
+    def note_wrong(self, code: JoinCode, n_wrong: int) -> None:
+        """Write down that a code had so many wrong tries, or more; a code that was replaced has none to count."""
+
     def bind(self, name: str, key_digest: str, address: str) -> None:
         """Note that the invitation of a stage is used."""
 
@@ -108,6 +120,12 @@ class EnrolConfig:
     """Address to listen on."""
     port: int
     """Port to listen on; 0 lets the system choose."""
+    pipeline: str = ""
+    """Name of the pipeline, as hosts around are told."""
+    model: str = ""
+    """Name of its model, likewise."""
+    announce: bool = False
+    """Whether the local network is told of it; never where nothing but loopback is listened on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +156,8 @@ class JoinConfig:
     """Port that stages join at; 0 lets the system choose, and `Joinable` reports it."""
     fetches_max: int = 8
     """Artifacts that are sent at once; further stages wait their turn."""
+    relay: RelayConfig = dataclasses.field(default_factory=RelayConfig)
+    """For stages that can only dial out."""
     enrol: EnrolConfig | None = None
     """Let hosts get their certificates too, with the line that `relayline up` prints; takes TLS."""
     offer_path: bool = True
@@ -146,6 +166,8 @@ class JoinConfig:
     """LoRA adapters, in the order in which sessions choose them."""
     known: PoolState | None = None
     """The holders of layers; by default every stage that is no spare."""
+    fixed: tuple[str, ...] = ()
+    """Names of the stages whose layers the manifest fixes."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for names that are not distinct, or values out of range."""

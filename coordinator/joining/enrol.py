@@ -1,7 +1,8 @@
 """The port where hosts get their certificates: HTTP over TLS, two calls, no certificate asked of the client.
 
-The decisions are those of `coordinator.joining.invitations`. Signing and the invitations' file are an `Authority`,
-handed in by the code that starts the coordinator: this module does not know where a CA keeps its key.
+The decisions are those of `coordinator.joining.invitations`; `code_calls` adds the calls of joining by a short code.
+Signing and the invitations' file are an `Authority`, handed in by the code that starts the coordinator: this module
+does not know where a CA keeps its key.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from aiohttp import web
 
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.server import LIMITS, start_http
+from relayline.coordinator.joining.code_calls import CodeCalls
 from relayline.coordinator.joining.config import Authority, EnrolConfig
 from relayline.coordinator.joining.invitations import Desk, WrongTokenError, may_be_called
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import ProtocolError, RelaylineError, UnauthenticatedError, UsageError, http_status
+from relayline.wire.common.errors import (
+    NotReadyError,
+    ProtocolError,
+    RelaylineError,
+    UnauthenticatedError,
+    UsageError,
+    http_status,
+)
 from relayline.wire.common.versions import version_of
 from relayline.wire.links import enrolment
 from relayline.wire.links.roles import NAME, Identity, Role
@@ -32,6 +41,8 @@ from relayline.wire.links.security import LinkSecurity, address_of
 from relayline.wire.links.tls_server import server_context
 
 log = logging.getLogger("relayline.coordinator")
+
+_EVERYWHERE = ("0.0.0.0", "[::]")  # listened on, and no place to connect to
 
 LIMITS_OF_ENROLMENT = HttpLimits(
     body_bytes_max=bounds.ENROL_BYTES_MAX,
@@ -44,17 +55,20 @@ LIMITS_OF_ENROLMENT = HttpLimits(
 class Enrolment:
     """Both calls. Event loop only."""
 
-    def __init__(self, authority: Authority, join_host: str, join_port: int) -> None:
+    def __init__(self, authority: Authority, join_host: str, join_port: int, pipeline: str = "") -> None:
+        """`pipeline` is its name, for hosts that join by a code."""
         self._authority, self._join = authority, (join_host, join_port)
+        self.codes = CodeCalls(authority, pipeline)
         self._desk = Desk()
         self._one_at_a_time = asyncio.Lock()  # the invitation may not change between reading and binding it
 
     def app(self) -> web.Application:
-        """Return the application with these calls and no other."""
+        """Return the application with these calls, those of joining by a code, and no other."""
         app = web.Application(client_max_size=bounds.ENROL_BYTES_MAX)
         app[LIMITS] = LIMITS_OF_ENROLMENT
         app.router.add_get(enrolment.PATH, self.welcome)
         app.router.add_post(enrolment.PATH, self.enrol)
+        self.codes.add_to(app)
         return app
 
     async def welcome(self, request: web.Request) -> web.Response:
@@ -72,8 +86,10 @@ class Enrolment:
             async with self._one_at_a_time:
                 enrolled = await self._decide(asked, address)
         except RelaylineError as error:
-            log.warning("enrolment refused", extra={"fields": {"from": address, "reason": error.message}})
-            return _answer(enrolment.Refusal(error.label, error.message), http_status(error))
+            return _refusal(error, address)
+        except OSError as error:  # a full disk
+            text = f"certificates cannot be made on the coordinator's machine: {error.strerror or error}"
+            return _refusal(NotReadyError(text), address)
         what = "certificate renewed" if asked.certificate else "host enrolled"
         log.info("%s", what, extra={"fields": {"stage": asked.name, "from": address}})
         return _answer(enrolled)
@@ -91,7 +107,8 @@ class Enrolment:
                 f"stage {stage.name} belongs on {stage.host} but calls from {address}, so it gets no certificate for "
                 f"{asked.advertise}; write `host: {asked.advertise}` for it in the manifest, or leave out --advertise"
             )
-        names = tuple(name for name in (address, asked.advertise) if name)
+        relay = self._join[0] if asked.is_relayed else ""
+        names = tuple(name for name in (address, asked.advertise, relay) if name)
         if not asked.certificate:
             await asyncio.to_thread(self._authority.bind, asked.name, hashlib.sha256(key).hexdigest(), address)
         return await asyncio.to_thread(self._authority.sign, asked.csr, stage, names, now)
@@ -129,25 +146,39 @@ async def serve_enrolment(config: EnrolConfig | None, security: LinkSecurity, jo
         raise UsageError("hosts can get certificates only if links are TLS; give --tls DIR")
     _, cert, key = security.files
     context = server_context(cert, key)
-    service = Enrolment(config.authority, identity.host, int(join_address.rpartition(":")[2]))
+    service = Enrolment(config.authority, identity.host, int(join_address.rpartition(":")[2]), config.pipeline)
     runner, port = await start_http(
         service.app(), config.host, config.port, context=context, what="enrolment", flag="--enrol-listen"
     )
     try:
-        yield address_of(config.host, port)
+        address = address_of(config.host, port)
+        service.codes.address = enrol_address_of(security, address)
+        yield address
     finally:
         await runner.cleanup()
+
+
+def enrol_address_of(security: LinkSecurity, address: str) -> str:
+    """Return where other hosts enrol. A listener on all addresses is reached by the host in this one's certificate."""
+    host, _, port = address.rpartition(":")
+    identity = security.identity
+    return address_of(identity.host, int(port)) if host in _EVERYWHERE and identity is not None else address
 
 
 def _read(body: bytes) -> enrolment.Request:
     try:
         asked = msgspec.json.decode(body, type=enrolment.Request)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         text = "this is not a request for a certificate; run the same relayline version on both ends"
         raise ProtocolError(text) from error
     if not NAME.fullmatch(asked.name):
         raise ProtocolError("the request for a certificate names no stage")
     return asked
+
+
+def _refusal(error: RelaylineError, address: str) -> web.Response:
+    log.warning("enrolment refused", extra={"fields": {"from": address, "reason": error.message}})
+    return _answer(enrolment.Refusal(error.label, error.message), http_status(error))
 
 
 def _answer(message: msgspec.Struct, status: int = 200) -> web.Response:

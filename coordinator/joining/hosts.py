@@ -126,7 +126,8 @@ class Hosts:
         """Look once, and begin the change that is due."""
         moves, phase, now_ns = self._layers.moves, self._pipeline.phase, time.monotonic_ns()
         freed = self._pool.freed(moves.holders, now_ns)
-        if moves.is_open or self._is_planning or not (phase is Phase.READY or (phase.is_paused and freed)):
+        is_busy = self._is_planning or (moves.is_open and not (moves.is_switching and freed))
+        if is_busy or not (phase is Phase.READY or (phase.is_paused and freed)):
             return
         holders = self._pool.wanted(moves.holders, self._pipeline.file.n_layers, now_ns)
         if not holders:
@@ -261,9 +262,9 @@ class Hosts:
         )
 
     def _layer_ns(self, held: dict[int, tuple[int, int]]) -> dict[int, float]:
-        """Return the measured time of a layer on each holder."""
+        """Return the measured time of a layer on each holder; none while stages switch: steps had other layers."""
         costs = self._pipeline.conductor.scheduler.planner.stages
-        if len(costs) != len(held):
+        if len(costs) != len(held) or self._layers.moves.is_switching:
             return {}
         return {
             at: cost.decode_ns(min(ROWS_COMPARED, cost.rows_max)) / (end - start)

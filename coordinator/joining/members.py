@@ -16,6 +16,7 @@ import grpc.aio
 from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining.config import JoinConfig
+from relayline.coordinator.relay.child import RelayChild
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     HandshakeError,
@@ -32,6 +33,7 @@ from relayline.wire.links import rpc
 from relayline.wire.links.guard import caller, credential
 from relayline.wire.links.refusals import peer_of
 from relayline.wire.links.roles import Identity
+from relayline.wire.links.security import LinkSecurity
 from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.watch import beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -62,6 +64,8 @@ class OpenMembership:
     moves: bool  # whether it takes orders of planned changes
     stands_by: bool  # whether it takes an order to hold no layers
     hands_over: bool  # whether it gives and takes lanes
+    is_relayed: bool  # whether it is reached through the relay alone
+    sleeps: bool  # whether it takes orders to free its memory
     write: Callable[[pb.JoinResponse], Awaitable[None]]  # of its call, one message at a time
     owner: Identity | None = None
     silence: Silence = dataclasses.field(default_factory=Silence)
@@ -71,8 +75,10 @@ class OpenMembership:
 class MemberService(abc.ABC):
     """Memberships, whatever is ordered: carries introductions to the roster, heartbeats both ways, and the end."""
 
-    def __init__(self, config: JoinConfig, roster: JoinedRoster) -> None:
+    def __init__(self, config: JoinConfig, roster: JoinedRoster, security: LinkSecurity) -> None:
         self._config, self._roster = config, roster
+        self.relay = RelayChild(config.relay, security)
+        roster.relay_figures = self.relay.figures
         self._members: dict[int, OpenMembership] = {}  # by place, hence at most one per stage
         self._closing = asyncio.Event()
         self._refusals: set[str] = set()  # that have been logged, of stages that may wait
@@ -92,6 +98,10 @@ class MemberService(abc.ABC):
         self._roster.is_closing = True
         self._closing.set()
 
+    async def end(self) -> None:
+        """End the relay, once no membership needs it."""
+        await self.relay.close()
+
     # --- membership ---------------------------------------------------------------------------------------------------
 
     async def join(self, requests: Any, context: Context) -> None:
@@ -107,7 +117,10 @@ class MemberService(abc.ABC):
         ends: list[asyncio.Task[Any]] = [replaced, closing]
         beating: list[asyncio.Task[None]] = []
         try:
-            await member.write(self._first_order(member))
+            order = self._first_order(member)
+            if member.is_relayed:
+                order.relay_port = await self.relay.port()
+            await member.write(order)
             self._settle(member)
             reading = asyncio.create_task(self._read(context, member))
             ends.append(reading)
@@ -168,6 +181,7 @@ class MemberService(abc.ABC):
             processor=facts.processor,
             engine_version=facts.engine_version,
             measures=hello.measures,
+            is_relayed=hello.is_relayed,
         )
         index = self._roster.check(who).index
         if index not in self._roster.holders and not hello.stands_by:
@@ -181,7 +195,7 @@ class MemberService(abc.ABC):
             earlier.replaced.set()
             self._tell_left(place.index)
         secret = secrets.token_bytes(TICKET_BYTES)
-        takes = (hello.beats, hello.moves, hello.stands_by, hello.hands_over)
+        takes = (hello.beats, hello.moves, hello.stands_by, hello.hands_over, hello.is_relayed, hello.sleeps)
         member = OpenMembership(ticket, place.index, secret, asyncio.Event(), *takes, write, caller())
         self._members[place.index] = member
         return member
@@ -264,6 +278,6 @@ def _parse(message: Any) -> pb.JoinRequest | None:
     if not isinstance(message, bytes):
         return None
     report = messages.read(pb.JoinRequest, message, "report", who="a stage")
-    is_long = any(each.HasField("failure") for each in (report, report.prepared, report.measured))
+    is_long = any(each.HasField("failure") for each in (report, report.prepared, report.measured, report.sleeping))
     tidy(report, bounds.PEER_TEXT_CHARS_MAX if is_long else bounds.PEER_NAME_CHARS_MAX)
     return report

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, MoveState, Prepare, Settle, Switch
+from relayline.coordinator.engine.moves import Cut, Drop, Move, MoveInstruction, MoveState, Prepare, Settle, Switch
 from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.joining.hand_over import hand_over_ns
@@ -145,7 +145,10 @@ class LayerMover:
             )
         if self._cut_model is None:
             raise InvalidRequestError("this coordinator does not know the unsplit model; give it with --model")
+        switching = self.moves.latest if self.moves.is_switching else None
         instructions = self.moves.begin(cuts, time.monotonic_ns(), holders)
+        if switching is not None:
+            self._give_up(switching)
         self._before = self._pipeline.file.cuts
         if self._own is not None:
             self._own.begun()
@@ -206,6 +209,12 @@ class LayerMover:
             if self._hosts is not None:
                 self._hosts.failed(move)
 
+    def _give_up(self, switching: Move) -> None:
+        """A change whose layers hold already is replaced by another, since a stage did not come back."""
+        log.warning("layers moved to %s, but %s; others take them over", _text(switching.cuts), switching.problem)
+        if self._own is not None:
+            self._own.failed(switching.cuts)
+
     def _look(self) -> None:
         self._carry(self.moves.look(time.monotonic_ns()))
 
@@ -247,7 +256,8 @@ class LayerMover:
         for instruction in instructions:
             match instruction:
                 case Cut(number, cuts):
-                    self._spawn(self._cut(number, cuts))
+                    assert self.moves.latest is not None
+                    self._spawn(self._cut(number, cuts, self.moves.latest.holders))
                 case Prepare(number):
                     move = self.moves.latest
                     assert move is not None
@@ -277,25 +287,28 @@ class LayerMover:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _cut(self, number: int, cuts: tuple[int, ...]) -> None:
-        """Split the model again, in a separate process, and find the stages that keep their slice."""
+    async def _cut(self, number: int, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
+        """Split the model again, in a separate process, and find the stages that keep their slice.
+
+        That takes long. The change may have been given up by the time it is done, and another one begun.
+        """
         try:
             assert self._cut_model is not None
             assert self._service is not None
-            assert self.moves.latest is not None
             is_cut = cuts == self._pipeline.file.cuts  # others are to hold the same slices
             directory = self._service.split.directory if is_cut else await self._cut_model(cuts)
-            had, holders = self._service.roster.holders, self.moves.latest.holders
+            had = self._service.roster.holders
             before = [had.index(at) if at in had else None for at in holders]
-            held = self._service.split
-            self._next, keeps = await asyncio.to_thread(_next_split, held, directory, cuts, before)
+            made, keeps = await asyncio.to_thread(_next_split, self._service.split, directory, cuts, before)
         except RelaylineError as error:
             self.failed(number, error.message)
         except Exception as error:  # a bug of ours; no request may wait for ever
             log.exception("splitting the model again failed")
             self.failed(number, f"the model could not be split: {error}")
         else:
-            self._carry(self.moves.cut(number, keeps, time.monotonic_ns()))
+            if instructions := self.moves.cut(number, keeps, time.monotonic_ns()):
+                self._next = made
+            self._carry(instructions)
 
     async def _tick(self, number: int) -> None:
         """Look at the clock for as long as stages prepare."""

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from relayline.coordinator.engine.membership import Membership, Place
 from relayline.coordinator.engine.roster import JoinedRoster
+from relayline.coordinator.joining.announcing import announced
 from relayline.coordinator.joining.config import JoinConfig
+from relayline.coordinator.joining.enrol import enrol_address_of as enrol_address_of
 from relayline.coordinator.joining.enrol import serve_enrolment
+from relayline.coordinator.joining.inviting import AddPlace, Inviter
 from relayline.coordinator.joining.members import SERVICE, MemberService
 from relayline.coordinator.joining.service import JoinService
 from relayline.coordinator.joining.survey import SurveyService
@@ -55,7 +58,7 @@ async def serve_survey(
     enrol. `on_member` hears of every change of a stage's state until the block ends. Raises StartError, UsageError.
     """
     roster = make_roster(config, on_member)
-    service = SurveyService(config, roster, slices)
+    service = SurveyService(config, roster, slices, security)
     async with _served(service, config, roster, security) as (address, enrol_address):
         try:
             yield service, address, enrol_address
@@ -76,11 +79,22 @@ async def _served(
         port = listener.add_port(config.host, config.port)
         await listener.server.start()
         address = address_of(config.host, port)
-        async with serve_enrolment(config.enrol, security, address) as enrol_address:
+        async with (
+            serve_enrolment(config.enrol, security, address) as enrol_address,
+            announced(config.enrol, security, roster, enrol_address),
+        ):
             yield address, enrol_address
     finally:
         service.close()
         await listener.stop(SHUTDOWN_GRACE_S)
+        await service.end()
+
+
+def make_inviter(config: JoinConfig | None, roster: JoinedRoster | None, add: AddPlace) -> Inviter | None:
+    """Return what makes join lines over HTTP, None where hosts do not enrol. Set its address once they can."""
+    if config is None or roster is None or config.enrol is None:
+        return None
+    return Inviter(config.enrol.authority, roster.names, add, config.fixed, is_announced=config.enrol.announce)
 
 
 def make_roster(config: JoinConfig, on_member: OnMember = lambda place: None) -> JoinedRoster:

@@ -19,6 +19,7 @@ from relayline.coordinator.joining.artifact_reader import read_chunks
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage, check_names, engine_message
 from relayline.coordinator.joining.hand_over import changing_hands, hand_over_orders
 from relayline.coordinator.joining.members import Context, MemberService, OpenMembership
+from relayline.coordinator.joining.resting import Resting
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, StageFile
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
@@ -28,7 +29,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.links import rpc
 from relayline.wire.links.refusals import peer_of
-from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity, address_of
 from relayline.wire.model_files.adapters import CACHED_NAME, Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -77,7 +78,7 @@ class JoinService(MemberService):
         security: LinkSecurity = PLAINTEXT,
     ) -> None:
         """`security` is that of links to the stages; its identity is what this coordinator's certificate states."""
-        super().__init__(config, roster)
+        super().__init__(config, roster, security)
         self._own = security.identity.uri if security.identity is not None else ""
         self._security = security
         self._split = Split.at(directory, file)
@@ -85,6 +86,7 @@ class JoinService(MemberService):
         self._next: Split | None = None  # of a planned change, until the switch
         self._next_holders: tuple[int, ...] = ()
         self.changes: ChangeListener | None = None
+        self.resting = Resting(roster, self._members, self._say)
         self._fetches = asyncio.Semaphore(config.fetches_max)
         # A setting that cannot be sent is the operator's mistake: report it now, not to the first stage that joins.
         for index in range(len(self._places)):
@@ -101,11 +103,13 @@ class JoinService(MemberService):
             self.changes.came(member.index)
 
     def _tell_left(self, index: int) -> None:
+        self.resting.left(index)
         if self.changes is not None:
             self.changes.left(index)
 
     def _first_order(self, member: OpenMembership) -> pb.JoinResponse:
-        return self._order(member.index, member.secret, beats=member.beats)
+        order = self._order(member.index, member.secret, beats=member.beats)
+        return order if order.stands_by else self.resting.first(member, order)
 
     def _order(self, index: int, secret: bytes, *, beats: bool = False, is_next: bool = False) -> pb.JoinResponse:
         """Return the order of a place; `is_next`: the one that holds after the change."""
@@ -113,10 +117,14 @@ class JoinService(MemberService):
         if is_next and self._next is not None:
             split, holders = self._next, self._next_holders
         settings = self._places[index]
+        # Only the last stage has such layers, and older releases do not know the setting.
+        engine = settings.engine
+        if engine.mtp_drafts and holders[-1] != index:
+            engine = dataclasses.replace(engine, mtp_drafts=0)
         order = pb.JoinResponse(
             stage_count=len(split.file.stages),
             pipeline_id=split.file.pipeline_id,
-            engine=engine_message(settings.engine),
+            engine=engine_message(engine),
             telemetry=settings.telemetry.message(),
             ticket=secret,
             beats=beats,
@@ -142,17 +150,27 @@ class JoinService(MemberService):
         if kind == "serving" and 0 < report.serving.port <= 65_535:
             address = await self._whereabouts(member, report.serving, peer_of(context.peer())[0])
             self._roster.serving(member.ticket, address, report.serving.instance_id)
+            self.resting.answered(member.index)
         elif kind == "prepared":
             self._on_prepared(member.index, report.prepared)
+        elif kind == "sleeping":
+            self.resting.sleeps(member, report.sleeping)
         else:
             return False
         return True
 
     async def _whereabouts(self, member: OpenMembership, serving: pb.StageServing, seen: str) -> str:
+        if member.is_relayed:
+            await self.relay.check_port(self._places[member.index].name, serving.port)
+            identity = self._security.identity if self._security.is_tls else None
+            host = identity.host if identity is not None else self._config.relay.advertise or serving.host
+            return address_of(host, serving.port)
         name = self._places[member.index].name
         address, line = await whereabouts(name, serving.host, seen, serving.port, self._security, member.owner)
         if line:
             log.warning("%s", line)
+            if member.beats:
+                await self._say(member, pb.JoinResponse(beats=True, notice=line))
         return address
 
     # --- planned changes ----------------------------------------------------------------------------------------------
@@ -194,6 +212,8 @@ class JoinService(MemberService):
         kept = dict(zip(self._next_holders, keeps, strict=True))
         hand_overs = self._hand_overs(split, keeps)
         for index in self._involved():
+            if self._next is not split:  # the change was given up while another stage was told
+                return
             change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_PREPARE, keeps=kept.get(index, False))
             if (member := self._members.get(index)) is not None:
                 order = self._order(index, member.secret, is_next=True)

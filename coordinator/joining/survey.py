@@ -20,6 +20,7 @@ from relayline.coordinator.planner.speed import Sample
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import NotReadyError, ProtocolError, RelaylineError
 from relayline.wire.links import rpc
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb_wire
 
@@ -48,16 +49,22 @@ class HostReport:
     problem: str = ""
     """Why the slices could not be measured."""
     took_ns: int = 0
+    is_relayed: bool = False
+    """Whether the link is the way through the relay."""
 
 
 class SurveyService(MemberService):
     """The calls of relayline.v1.PipelineService while there is no plan."""
 
     def __init__(
-        self, config: JoinConfig, roster: JoinedRoster, slices: Mapping[str, Sequence[pb.SurveySlice]]
+        self,
+        config: JoinConfig,
+        roster: JoinedRoster,
+        slices: Mapping[str, Sequence[pb.SurveySlice]],
+        security: LinkSecurity = PLAINTEXT,
     ) -> None:
         """`slices`: what each stage is to measure, by its name. Those without any are not waited for."""
-        super().__init__(config, roster)
+        super().__init__(config, roster, security)
         self._slices = slices
         self.reports: dict[str, HostReport] = {}
         """By the names of the stages."""
@@ -140,7 +147,7 @@ def report_of(who: Introduction, found: pb.HostMeasured, slices: Sequence[pb.Sur
             for order, costs in zip(slices, found.slices, strict=True)
         )
     in_service = found.in_service if 0 < found.in_service < float("inf") else 0.0
-    return HostReport(who, samples, in_service, found.is_doubtful, link, problem, found.took_ns)
+    return HostReport(who, samples, in_service, found.is_doubtful, link, problem, found.took_ns, found.is_relayed)
 
 
 def _points(who: Introduction, points: Sequence[pb_wire.CostPoint]) -> tuple[tuple[int, float], ...]:

@@ -21,18 +21,20 @@ from relayline.wire.model_files.adapters import (
 
 _MLA = "attn_q attn_q_a attn_q_b attn_kv_a_mqa attn_kv_b attn_k_b attn_v_b"
 _INDEXER = "indexer.attn_q_b indexer.attn_k indexer.proj indexer.kpool_gate"
-_DELTA = "ssm_beta ssm_f_a ssm_f_b ssm_g_a ssm_g_b attn_output"
+_DELTA = "ssm_beta ssm_f_a ssm_f_b ssm_g_a ssm_g_b attn_k attn_v attn_output"
+_STREAMS = "hc_attn_fn hc_ffn_fn"
+_CONV = "ssm_conv1d"  # a convolution's, which is no product
 # Matrices that the graphs of llama.cpp 0.3.36's src/models multiply without a look at adapters. llama-server ignores
-# such a pair in silence.
+# such a pair in silence. tests/coordinator/model/test_adapter_matrices.py measures it.
 UNTOUCHED: dict[str, str] = {
-    **dict.fromkeys(("deepseek2", "deepseek2-ocr"), _MLA),
+    "deepseek2": _MLA,
     **dict.fromkeys(("deepseek32", "glm-dsa"), f"{_MLA} {_INDEXER}"),
-    "deepseek4": "attn_output_a",
-    "hy_v4": f"{_MLA} {_INDEXER} attn_gate",
+    "deepseek4": f"{_STREAMS} attn_output_a attn_compressor_ape indexer_compressor_ape ffn_gate_tid2eid",
+    "hy_v4": f"{_MLA} {_INDEXER} {_STREAMS} attn_gate",
     "kimi-linear": f"{_MLA} {_DELTA} attn_qkv",
     "bailingmoe3": f"{_MLA} {_DELTA} attn_gate",
-    "glm5-next": f"{_MLA} {_DELTA} {_INDEXER}",
-    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "ffn_latent_down ffn_latent_up"),
+    "glm5-next": f"{_MLA} {_DELTA} {_INDEXER} {_STREAMS} indexer_compressor_gate indexer_compressor_ape",
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), f"ffn_latent_down ffn_latent_up {_CONV}"),
 }
 
 

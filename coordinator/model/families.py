@@ -38,9 +38,10 @@ FAMILIES: dict[str, Family] = {
             "DeepSeek V2, V3, R1, Kimi K2, GLM-4.7-Flash",
             overrides=rules.deepseek2_overrides,
             forbidden_lengths=rules.deepseek2_lengths,
+            predicts=True,
         ),
-        Family("deepseek32", "DeepSeek V3.2", indexers=rules.all_indexers),
-        Family("glm-dsa", "GLM-5, GLM-5.2", indexers=rules.glm_dsa_indexers),
+        Family("deepseek32", "DeepSeek V3.2", indexers=rules.all_indexers, predicts=True),
+        Family("glm-dsa", "GLM-5, GLM-5.2", indexers=rules.glm_dsa_indexers, predicts=True),
         Family("glm4moe", "GLM-4.5, 4.6, 4.7", overrides=rules.multi_axis_overrides, refusal=rules.multi_axis_refusal),
         Family("olmo", "OLMo"),
         Family("olmoe", "OLMoE", head_required=True),
@@ -103,7 +104,9 @@ FAMILIES: dict[str, Family] = {
         Family("apertus", "Apertus 8B, 70B", head_required=True),
         # The file states for each layer whether it has a window.
         Family("mimo2", "MiMo-V2-Flash", head_required=True, windows=windows_of(0)),
-        Family("step35", "Step 3.5 Flash", head_required=True, windows=windows_of(0), rotates_by_layer=True),
+        Family(
+            "step35", "Step 3.5 Flash", head_required=True, windows=windows_of(0), rotates_by_layer=True, predicts=True
+        ),
         # build_inp_embd as for granite; llama_model_grok::load_arch_hparams has the default of old files.
         Family("grok", "Grok-1, Grok-2", embedding_scale=78.38367176906169),
         # The loader of deepseek2.
@@ -135,7 +138,7 @@ FAMILIES: dict[str, Family] = {
             refusal=rules.glm4_refusal,
             row_orders=rules.glm4_row_orders,
         ),
-        Family("hy_v3", "Hunyuan 3"),
+        Family("hy_v3", "Hunyuan 3", predicts=True),
         Family(
             "laguna",
             "Laguna XS, S, M",
@@ -144,7 +147,7 @@ FAMILIES: dict[str, Family] = {
             rotates_by_layer=True,
         ),
         # Rotary positions are left out where there is no window, but for the leading dense layers.
-        Family("cohere2moe", "Command A MoE", windows=windows_of(4, full_first=True)),
+        Family("cohere2moe", "Command A MoE", windows=windows_of(4, full_first=True), predicts=True),
         # llama_model_afmoe::graph scales rows that come in, and leaves rotary positions out at every fourth layer.
         Family("afmoe", "Trinity Nano, Mini", cut_period=4, scales_rows=True, windows=windows_of(4, is_optional=True)),
         Family("minimax-m3", "MiniMax M3", head_required=True, blocked=rules.minimax_m3_blocked),
@@ -190,9 +193,20 @@ FAMILIES: dict[str, Family] = {
         Family("starcoder", "StarCoder, SantaCoder", entry_tables=POSITIONS),
         Family("mpt", "MPT 7B, 30B", entry_tables=POSITIONS),
         # Layers with a recurrent state; most of these families have attention layers too.
-        Family("qwen35", "Qwen3.5, Qwen3.6 0.8B to 27B", kinds=rules.delta_net_kinds, states_kinds=True),
-        Family("qwen35moe", "Qwen3.5, Qwen3.6 35B-A3B to 397B", kinds=rules.delta_net_kinds, states_kinds=True),
-        Family("qwen3next", "Qwen3-Next-80B, Qwen3-Coder-Next", kinds=rules.delta_net_kinds, states_kinds=True),
+        Family("qwen35", "Qwen3.5, Qwen3.6 0.8B to 27B", kinds=rules.delta_net_kinds, states_kinds=True, predicts=True),
+        Family(
+            "qwen35moe",
+            "Qwen3.5, Qwen3.6 35B-A3B to 397B",
+            kinds=rules.delta_net_kinds,
+            states_kinds=True,
+            predicts=True,
+        ),
+        Family(
+            "qwen3next",
+            "Qwen3-Next-80B, Qwen3-Coder-Next",
+            kinds=rules.delta_net_kinds,
+            states_kinds=True,
+        ),
         Family("nemotron_h", "Nemotron-H, Nemotron Nano 2", kinds=rules.nemotron_kinds),
         Family("nemotron_h_moe", "Nemotron 3 Nano, Super", kinds=rules.nemotron_kinds),
         Family("granitehybrid", "Granite 4 H", embedding_scale=0.0, kinds=rules.headless_kinds),

@@ -189,5 +189,6 @@ class Family:
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0
     rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     widths_by_layer: bool = False  # and how wide its heads are
+    predicts: bool = False  # llama.cpp drafts with the prediction layers of the last stage's slice, which has them then
     left_out: str = ""  # tensors of the family's files that stages do not use, besides prediction layers
     certified: bool = True  # False only for the generic rule of --experimental

@@ -30,6 +30,7 @@ from relayline.coordinator.model.family import (
 from relayline.coordinator.model.family_rules import state_values
 from relayline.coordinator.model.first_layer import first_layer_refusal
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
+from relayline.coordinator.model.prediction import Prediction, prediction_of
 from relayline.coordinator.model.refused_families import REFUSED
 from relayline.coordinator.model.sidebands import EPSILON, LAYER_NORM, LAYER_PRODUCT, LAYER_TOKENS, Sidebands
 from relayline.wire.common.bounds import N_EMBD_MAX
@@ -82,7 +83,8 @@ class ModelFacts:
     architecture: str
     model_name: str
     n_layers: int
-    n_prediction_layers: int  # multi-token prediction blocks at the end, which are left out of every stage
+    n_prediction_layers: int  # multi-token prediction blocks at the end
+    prediction: Prediction | None  # the last stage's slice has them, and can draft; None: no slice has them
     n_embd: int
     row_widths: tuple[int, ...]  # per layer: values of each row that enters it, sidebands included
     sidebands: Sidebands  # what that is
@@ -164,6 +166,9 @@ def facts_of(model: GgufModel) -> ModelFacts:
         model_name=model.text("general.name", model.path.stem),
         n_layers=header.n_layers,
         n_prediction_layers=header.n_blocks - header.n_layers,
+        prediction=prediction_of(
+            model, header.n_layers, header.n_blocks, predicts=family.predicts, embedding=EMBEDDING, head=HEAD
+        ),
         n_embd=header.n_embd,
         row_widths=_row_widths(header, sidebands),
         sidebands=sidebands,

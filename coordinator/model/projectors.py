@@ -1,6 +1,6 @@
-"""Projectors, the files that turn images into rows of a model: those that are served, and with which models.
+"""Projectors, the files that turn images or audio into rows of a model: those that are served, and with which models.
 
-A stage reads a row of an image like a looked-up token: at its own position or, where a model's positions have
+A stage reads a row of these like a looked-up token: at its own position or, for images where a model's positions have
 several axes, at its place in the image's grid. It sees the rows before it alone or, where llama.cpp says so of the
 projector, all rows of its image. So only projectors whose rows llama.cpp treats in this way are served, with models
 whose rows depend on nothing else.
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     max_tokens: int = 0  # of an image, unless a setting says otherwise; 0: as the projector says
 
 
-# By clip.projector_type.
+# Of images, by clip.projector_type.
 PROJECTORS = {
     "mlp": Kind("mm.2.weight"),  # LLaVA 1.5, 1.6
     "pixtral": Kind("mm.2.weight"),
@@ -45,70 +45,126 @@ PROJECTORS = {
     "qwen2.5vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
     "qwen3vl_merger": Kind("mm.2.weight", architectures=("qwen35", "qwen35moe")),  # Qwen3.5, which has no deepstack
 }
+# Of audio. Where positions have several axes, its rows have the same one on each, as tokens have.
+AUDIO = {
+    "ultravox": Kind("mm.a.mlp.2.weight", architectures=(*ARCHITECTURES, "gemma3")),
+    "voxtral": Kind("mm.a.mlp.2.weight"),
+    "musicflamingo": Kind("mm.a.mlp.2.weight"),
+    "glma": Kind("mm.a.mlp.2.weight"),  # GLM-ASR
+    "qwen2a": Kind("mm.a.fc.weight", architectures=(*ARCHITECTURES, "qwen2vl")),  # Qwen2-Audio
+    "qwen3a": Kind("mm.a.mlp.2.weight", architectures=("qwen3vl", "qwen3vlmoe", "qwen3", "qwen2vl")),  # Qwen3-ASR
+}
+# One name of both encoders of a file, as llama.cpp reads it: that of images, and that of audio.
+_PAIRS = {"qwen2.5o": ("qwen2.5vl_merger", "qwen2a")}  # Qwen2.5-Omni
 _OTHER_AXES = "no stage was tried with the places of its images"
 _NOT_TRIED = "no stage was tried with its images"
+_AUDIO_NOT_TRIED = "no stage was tried with its audio"
 _DEEPSTACK = "its images add to the rows of several layers (deepstack), and stages take one row a position"
 REFUSED = {
-    "qwen2.5o": _OTHER_AXES,
     "granite4_vision": _DEEPSTACK,
     "glm4v": _OTHER_AXES,
     "gemma4uv": _NOT_TRIED,
+    "gemma4a": _AUDIO_NOT_TRIED,
+    "gemma4ua": _AUDIO_NOT_TRIED,
+    "lfm2a": _AUDIO_NOT_TRIED,
+    "granite_speech": _AUDIO_NOT_TRIED,
+    "meralion": _AUDIO_NOT_TRIED,
+    "mimo_audio": _AUDIO_NOT_TRIED,
+    "parakeet": _AUDIO_NOT_TRIED,
+    "dots3note_a": _AUDIO_NOT_TRIED,
 }
 _DEEPSTACK_TENSORS = "v.deepstack."
 _OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
 
 
-def check_projector(path: Path, pipeline: PipelineFile) -> str:
-    """Return a projector's kind. Raises UsageError, which says why, for a file that is not served with the pipeline;
-    ModelFileError if it is not a GGUF file.
+class ProjectorFile(NamedTuple):
+    """What a projector's file encodes."""
+
+    images: str  # its kind, by PROJECTORS; empty: it has no encoder for images
+    audio: str  # its kind, by AUDIO; empty: it has no encoder for audio
+    width: int  # values of a row
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Its kinds by their names."""
+        found = {self.images: PROJECTORS.get(self.images), self.audio: AUDIO.get(self.audio)}
+        return {name: kind for name, kind in found.items() if kind is not None}
+
+    @property
+    def what(self) -> str:
+        """What chats may hold with it, for a person."""
+        return " and ".join(name for name, kind in (("images", self.images), ("audio", self.audio)) if kind)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of an image, unless a setting says otherwise; 0: as the projector says."""
+        return PROJECTORS[self.images].max_tokens if self.images else 0
+
+
+def check_projector(path: Path, pipeline: PipelineFile) -> ProjectorFile:
+    """Return what a projector encodes. Raises UsageError, which says why, for a file that is not served with the
+    pipeline; ModelFileError if it is not a GGUF file.
     """
-    kind = check_belongs(path, pipeline.architecture, pipeline.n_embd)
+    found = check_belongs(path, pipeline.architecture, pipeline.n_embd)
     if pipeline.stages[0].row_width not in (0, pipeline.n_embd):
-        text = "each layer of this model takes inputs of its own for each token, which rows of images do not have"
+        text = (
+            f"each layer of this model takes inputs of its own for each token, which rows of {found.what} do not have"
+        )
         raise UsageError(f"--mmproj {path}: {text}")
-    return kind
+    return found
 
 
-def check_belongs(path: Path, architecture: str, n_embd: int) -> str:
-    """Return a projector's kind. Raises as `check_projector`, but for models with inputs of each layer.
+def check_belongs(path: Path, architecture: str, n_embd: int) -> ProjectorFile:
+    """Return what a projector encodes. Raises as `check_projector`, but for models with inputs of each layer.
 
     `architecture` and `n_embd`, the values of a row, are the model's.
     """
-    kind, width = read_projector(path)
-    served = PROJECTORS[kind].architectures
-    if architecture not in served:
-        text = f"models of the architecture {architecture} are not served with images by a projector of the kind"
-        raise UsageError(f"--mmproj {path}: {text} {kind}; those of {', '.join(served)} are")
-    if width != n_embd:
-        text = f"its rows have {width} values, but the model's have {n_embd}: it belongs to another model"
+    found = read_projector(path)
+    for name, kind in found.kinds.items():
+        if architecture not in kind.architectures:
+            what = "images" if name == found.images else "audio"
+            text = f"models of the architecture {architecture} are not served with {what} by a projector of the kind"
+            raise UsageError(f"--mmproj {path}: {text} {name}; those of {', '.join(kind.architectures)} are")
+    if found.width != n_embd:
+        text = f"its rows have {found.width} values, but the model's have {n_embd}: it belongs to another model"
         raise UsageError(f"--mmproj {path}: {text}")
-    return kind
+    return found
 
 
-def read_projector(path: Path) -> tuple[str, int]:
-    """Return a projector's kind, and the width of its rows. Raises as `check_projector`, whatever the model is."""
+def read_projector(path: Path) -> ProjectorFile:
+    """Return what a projector encodes. Raises as `check_projector`, whatever the model is."""
     if not path.is_file():
         raise UsageError(f"--mmproj {path}: no such file")
     header = read_header(path)
-    kind = _kind(path, header)
+    images, audio = _kinds(path, header)
     if any(tensor.name.startswith(_DEEPSTACK_TENSORS) for tensor in header.tensors):
         raise UsageError(
-            f"--mmproj {path}: projectors of the kind {kind[:40]} with deepstack are not served: {_DEEPSTACK}"
+            f"--mmproj {path}: projectors of the kind {images[:40]} with deepstack are not served: {_DEEPSTACK}"
         )
-    if kind not in PROJECTORS or (kind == "mlp" and _width_of(header, Kind(_OTHER_MLP))):
-        why = REFUSED.get(kind, f"projectors of the kinds {', '.join(PROJECTORS)} are")
-        raise UsageError(f"--mmproj {path}: projectors of the kind {kind[:40]} are not served: {why}")
-    return kind, _width_of(header, PROJECTORS[kind])
+    is_other = images == "mlp" and _width_of(header, Kind(_OTHER_MLP)) > 0
+    for kind, served in ((images, PROJECTORS), (audio, AUDIO)):
+        if kind and (kind not in served or is_other):
+            why = REFUSED.get(kind, f"projectors of the kinds {', '.join(served)} are")
+            raise UsageError(f"--mmproj {path}: projectors of the kind {kind[:40]} are not served: {why}")
+    widths = [_width_of(header, kind) for kind in ProjectorFile(images, audio, 0).kinds.values()]
+    return ProjectorFile(images, audio, widths[0] if len(set(widths)) == 1 else 0)
 
 
-def _kind(path: Path, header: GgufFile) -> str:
+def _kinds(path: Path, header: GgufFile) -> tuple[str, str]:
+    """Return the kinds of a file's encoders of images and of audio; empty for one that it does not have."""
     architecture = header.value("general.architecture")
     if architecture != "clip":
         text = f"holds a model of the architecture {str(architecture)[:40]}, not a projector"
         raise UsageError(f"--mmproj {path}: {text}; give the file that the model's maker calls mmproj")
-    if header.value("clip.has_vision_encoder") is not True:
-        raise UsageError(f"--mmproj {path}: it has no encoder for images")
-    return str(header.value("clip.projector_type") or header.value("clip.vision.projector_type") or "mlp")
+    has_images = header.value("clip.has_vision_encoder") is True
+    has_audio = header.value("clip.has_audio_encoder") is True
+    if not has_images and not has_audio:
+        raise UsageError(f"--mmproj {path}: it has no encoder for images or audio")
+    common = str(header.value("clip.projector_type") or "")
+    images, audio = _PAIRS.get(common, (common, common))
+    images = images or str(header.value("clip.vision.projector_type") or "mlp")
+    audio = audio or str(header.value("clip.audio.projector_type") or "of no name")
+    return images if has_images else "", audio if has_audio else ""
 
 
 def _width_of(header: GgufFile, kind: Kind) -> int:

@@ -108,6 +108,7 @@ def plan_split(
     Without `has_words` the last stage has as many tokens as the model, but not their texts: for measuring it.
     """
     identity = f"relayline {ARTIFACT_VERSION} {source_key} {','.join(map(str, cuts))}"
+    identity += " prediction" if facts.prediction else ""
     pipeline_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
     rules = metadata_of(model, facts.n_layers, facts.n_vocab)
     planner = _Planner(model, facts, family, rules, source_key, pipeline_id, len(cuts) + 1, has_words)
@@ -206,7 +207,7 @@ class _Planner:
             if key.startswith(DROPPED_KEYS) or key in encoded or (not has_words and key.startswith("tokenizer.")):
                 continue
             if self.is_per_layer(entry):
-                encoded[key] = self.sliced(entry, start, end)
+                encoded[key] = self.sliced(entry, start, end, self.n_kept(end))
             else:
                 kept.append(key)
         if not has_words:
@@ -218,18 +219,31 @@ class _Planner:
         lead, windows = self.rules.integer("leading_dense_block_count"), self.facts.windows[start:end]
         indexers = tuple(int(flag) for flag in self.facts.indexers[start:end])
         kinds = tuple(kind == RECURRENT for kind in self.facts.kinds[start:end]) if self.family.states_kinds else ()
+        n_kept = self.n_kept(end)
+        windows = windows and windows + self.prediction_flags(WINDOW_PATTERN, n_kept)
+        kinds = kinds and kinds + self.prediction_flags(RECURRENT_LAYERS, n_kept)
         return {
             **stated_widths(self.rules),
             **slice_overrides(self.family, self.rules),
-            "block_count": (U32, end - start),
+            "block_count": (U32, end - start + n_kept),
             **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),
             **self.counted(start, end),
             **({WINDOW_PATTERN: (BOOL, windows)} if windows else {}),
             **({RECURRENT_LAYERS: (BOOL, kinds)} if kinds else {}),
             **({} if all(self.facts.indexers) else {INDEXER_TYPES: (U32, indexers)}),
-            **({"nextn_predict_layers": (U32, 0)} if self.facts.n_prediction_layers else {}),
+            **({"nextn_predict_layers": (U32, n_kept)} if self.facts.n_prediction_layers else {}),
             **self.vocabulary(is_last),
         }
+
+    def n_kept(self, end: int) -> int:
+        """Return how many prediction layers follow the last layer of a slice."""
+        return self.facts.prediction.n_layers if self.facts.prediction and end == self.facts.n_layers else 0
+
+    def prediction_flags(self, key: str, n_kept: int) -> tuple[bool, ...]:
+        """Return what a file states of its prediction layers where it has one flag for each layer; else False."""
+        stated = self.rules.values.get(key)
+        tail = tuple(map(bool, stated[self.facts.n_layers :])) if isinstance(stated, tuple) else ()
+        return (*tail, *(False,) * n_kept)[:n_kept]
 
     def counted(self, start: int, end: int) -> Overrides:
         """Return how many layers of a slice are of the kinds that a file counts from its first or its last layer."""
@@ -254,10 +268,11 @@ class _Planner:
             return False
         return entry.length in (self.facts.n_layers, self.facts.n_layers + self.facts.n_prediction_layers)
 
-    def sliced(self, entry: KeyValue, start: int, end: int) -> bytes:
+    def sliced(self, entry: KeyValue, start: int, end: int, n_kept: int) -> bytes:
         if not isinstance(entry.value, tuple):
             raise ModelFileError(f"{self.model.path}: {entry.key} has text per layer, which cannot be sliced")
-        return encode_array(entry.key, entry.item_type, entry.value[start:end])
+        of_prediction = entry.value[self.facts.n_layers :][:n_kept]
+        return encode_array(entry.key, entry.item_type, entry.value[start:end] + of_prediction)
 
     def blocks(self, start: int, end: int) -> list[PlannedTensor]:
         factors = {} if end - start == self.facts.n_layers else self.family.factors(self.rules)
@@ -267,7 +282,7 @@ class _Planner:
             block = BLOCK_NAME.match(tensor.name)
             if block is not None and block["rest"] in self.family.dropped:
                 continue
-            if block is not None and start <= int(block["layer"]) < end:
+            if block is not None and start <= int(block["layer"]) < end + self.n_kept(end):
                 kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
                 if (
                     block["rest"] == EXPERTS_BY_TOKEN
@@ -314,13 +329,19 @@ class _Planner:
             return _zeros(tensor.name, F32_ID, (DUMMY_TOKENS,))
         return _kept(tensor, tensor.name)
 
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether the last stage looks tokens up, to predict further ones."""
+        return self.facts.prediction is not None and self.facts.prediction.needs_embeddings
+
     def _tensor_of_last(self, tensor: Tensor) -> PlannedTensor | None:
         """Return a tensor outside the blocks as the last stage has it.
 
         It reads no tokens: where the loader makes the head of the embedding's tensor, the head itself stands there.
+        Prediction layers do read some, unless they have a table of their own.
         """
         head = self.model.tensors.get(HEAD)
-        if head is None or tensor.name not in (EMBEDDING, HEAD):
+        if head is None or tensor.name not in (EMBEDDING, HEAD) or self.is_looked_up:
             return _kept(tensor, tensor.name)
         is_moved = not self.family.head_required and "output.scale" not in self.model.tensors
         if tensor.name == HEAD:

@@ -28,13 +28,13 @@ MS = 1e-6
 _FIELDS = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
          "waiting", "kv_tokens", "shared_requests", "prefixes", "stored_prefixes", "generated_tokens", "prompt_tokens",
          "copied_tokens",
-         "drafted_tokens", "accepted_tokens", "plan", "grants", "imbalance", "link", "missing",
-         "idle")  # fmt: skip
+         "drafted_tokens", "accepted_tokens", "plan", "grants", "batches", "imbalance", "sleep", "link", "missing",
+         "idle", "layers")  # fmt: skip
 _STAGE_FIELDS = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
                   "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "loaded_bytes",
                   "load_total_bytes", "resident_bytes", "memory_bytes", "memory_free_bytes", "lanes_used", "lanes_kept",
                   "tier", "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults",
-                  "takeover_in_s")  # fmt: skip
+                  "takeover_in_s", "spare", "drained", "here", "relay")  # fmt: skip
 _COUNTED = ("steps", "rows", "padded_rows", "busy_ns", "payload_bytes_in", "payload_bytes_out", "envelopes_out")
 
 encode = msgspec.json.Encoder().encode
@@ -138,9 +138,11 @@ class LiveView:
         before: tuple[int, Mapping[str, Any]] | None,
         now_ns: int,
     ) -> list[object]:
-        """Return the figures of this look: second, tokens per second (None: not known, as all below), running, waiting,
-        KV share, overlap of two stages or more, TTFT (median), time between tokens (mean, 95th percentile), in
-        milliseconds, and rows queued at stages."""
+        """Return the figures of this look, None for those that are not known.
+
+        In order: second, tokens per second, running, waiting, KV share, overlap of two stages or more. Then, in
+        milliseconds, TTFT (median) and time between tokens (mean, 95th percentile). Last: rows queued at stages.
+        """
         described = seen.described
         rate = None
         since_ns = now_ns

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
 from relayline.wire.common.errors import RelaylineError
 
 _UPSTREAM = re.compile(r"the upstream link of stage (\d+) closed")
+_WITHIN_HOST = re.compile(r"[\w.-]")
 
 
 def lost_stage(error: RelaylineError, addresses: Sequence[str], stage_names: Sequence[str] = ()) -> int | None:
@@ -17,7 +19,7 @@ def lost_stage(error: RelaylineError, addresses: Sequence[str], stage_names: Seq
     """
     reason = error.message
     for index, address in enumerate(addresses):
-        if address and re.search(rf"(?<![\w.-]){re.escape(address)}(?!\d)", reason):
+        if address and _is_named(address, reason):
             return index
     for index, name in enumerate(stage_names):
         if re.search(rf"\bstage {re.escape(name)}(?![\w-])", reason):
@@ -26,3 +28,12 @@ def lost_stage(error: RelaylineError, addresses: Sequence[str], stage_names: Seq
     if upstream is not None:
         return int(upstream[1]) - 1 if int(upstream[1]) else None
     return error.stage_index
+
+
+def _is_named(address: str, reason: str) -> bool:
+    """Return whether an address stands in a text, and not as a part of another one.
+
+    Not with a pattern of its own: stages have new ports after each sleep, and Python remembers 512 patterns.
+    """
+    around = itertools.pairwise(reason.split(address))
+    return any(not _WITHIN_HOST.fullmatch(before[-1:]) and not after[:1].isdecimal() for before, after in around)

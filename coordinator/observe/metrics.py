@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -10,6 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 
 from relayline.wire.telemetry import names
+
+NEVER_SLEPT: Mapping[str, Any] = {"state": "awake", "sleeps": 0, "wakes": 0, "failed": 0, "woke_in_s": None}
 
 
 class Described:
@@ -51,6 +54,7 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
         _gauge(names.METRIC_KV_USAGE, "Share of the KV cache that running streams fill", label, kv_usage),
         *_link(described.get("link", {})),
         *_telemetry(described.get("telemetry", {}), label),
+        *_sleep(described.get("sleep") or NEVER_SLEPT, label),
         *_certificate(described.get("certificate_expires_unix_s"), label),
         _gauge(names.METRIC_RUNNING, "Requests that have a lane", label, described["running"]),
         _gauge(names.METRIC_WAITING, "Requests that wait for a lane", label, described["waiting"]),
@@ -61,12 +65,14 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
         _counter(names.METRIC_SHARED, "Requests that share another request's session", label,
                  described["shared_requests"]),
         overlap,
+        *_keys(described.get("keys", ()), label),
         *_grants(described.get("grants", {}), label),
+        *_batches(described.get("batches", {}), label),
     ]  # fmt: skip
 
 
 class Count(NamedTuple):
-    """A counter by a label; `fields` has its values' names in GET /v1/pipeline."""
+    """A count by a label; `fields` has its values' names in GET /v1/pipeline."""
 
     name: str
     help: str
@@ -91,12 +97,61 @@ _GRANT_COUNTS = (
 )
 
 
+_OF_KEYS: tuple[tuple[str, type[GaugeMetricFamily] | type[CounterMetricFamily], str, str], ...] = (
+    (names.METRIC_KEY_RUNNING, GaugeMetricFamily, "Streams of this API key that have a lane", "running"),
+    (names.METRIC_KEY_WAITING, GaugeMetricFamily, "Streams of this API key that wait for a lane", "waiting"),
+    (names.METRIC_KEY_REQUESTS, CounterMetricFamily, "Requests of this API key that have ended", "requests"),
+    (names.METRIC_KEY_PROMPT, CounterMetricFamily, "Prompt tokens of these requests", "prompt_tokens"),
+    (names.METRIC_KEY_CACHED, CounterMetricFamily, "Of these, tokens from the prefix cache", "cached_tokens"),
+    (names.METRIC_KEY_COMPLETION, CounterMetricFamily, "Tokens of the answers to these requests", "completion_tokens"),
+)
+
+
+def _keys(keys: Sequence[Mapping[str, Any]], label: dict[str, str]) -> list[Metric]:
+    """Return what API keys have used, see `coordinator.observe.usage`; nothing where there are none."""
+    families: list[Metric] = []
+    for name, kind, text, field in _OF_KEYS if keys else ():
+        family = kind(name, text, labels=[*label, names.LABEL_KEY])
+        for key in keys:
+            family.add_metric([*label.values(), key["name"]], key[field])
+        families.append(family)
+    return families
+
+
 def _grants(grants: Mapping[str, int], label: dict[str, str]) -> list[Metric]:
     families: list[Metric] = []
     for count in _GRANT_COUNTS:
         family = CounterMetricFamily(count.name, count.help, labels=[*label, count.label])
         for what, field in count.fields.items():
             family.add_metric([*label.values(), what], grants.get(field, 0))
+        families.append(family)
+    return families
+
+
+# Of `coordinator.http.batches.keeper`.
+_BATCH_COUNTS = (
+    Count(
+        names.METRIC_OFFLINE_BATCHES,
+        "Batches of /v1/batches that run, and that wait for their turn",
+        names.LABEL_STATE,
+        {"running": "running", "waiting": "waiting"},
+    ),
+    Count(
+        names.METRIC_OFFLINE_REQUESTS,
+        "Requests of batches that have not ended: those to do, those that are done, and of these those that failed",
+        names.LABEL_STATE,
+        {"waiting": "requests_waiting", "done": "requests_done", "failed": "requests_failed"},
+    ),
+)
+
+
+def _batches(batches: Mapping[str, int], label: dict[str, str]) -> list[Metric]:
+    """Return how many batches and requests of batches there are; nothing where none are kept."""
+    families: list[Metric] = []
+    for count in _BATCH_COUNTS if batches else ():
+        family = GaugeMetricFamily(count.name, count.help, labels=[*label, count.label])
+        for what, field in count.fields.items():
+            family.add_metric([*label.values(), what], batches.get(field, 0))
         families.append(family)
     return families
 
@@ -110,6 +165,25 @@ def _telemetry(telemetry: dict[str, int], label: dict[str, str]) -> list[Metric]
         _counter(names.METRIC_SPANS_DROPPED, "Spans that were lost", label, telemetry["dropped_spans"]),
         _gauge(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", label, telemetry["level"]),
     ]
+
+
+def _sleep(sleep: Mapping[str, Any], label: dict[str, str]) -> list[Metric]:
+    """Return whether the pipeline sleeps, and how it woke."""
+    wakes = CounterMetricFamily(
+        names.METRIC_WAKES,
+        "Times that sleeping stages were to load again; failed: they could not",
+        labels=[names.LABEL_MODEL, names.LABEL_OUTCOME],
+    )
+    for outcome, key in (("woken", "wakes"), ("failed", "failed")):
+        wakes.add_metric([*label.values(), outcome], sleep[key])
+    is_asleep = sleep["state"] in ("asleep", "waking")
+    return [
+        _gauge(names.METRIC_ASLEEP, "Whether the stages have freed their memory: 1 or 0", label, float(is_asleep)),
+        _counter(names.METRIC_SLEEPS, "Times that the stages were told to free their memory", label, sleep["sleeps"]),
+        wakes,
+        _gauge(names.METRIC_WAKE_TIME, "How long the latest wake took; 0: there was none", label,
+               sleep["woke_in_s"] or 0.0),
+    ]  # fmt: skip
 
 
 def _certificate(expires_unix_s: float | None, label: dict[str, str]) -> list[Metric]:
@@ -143,17 +217,14 @@ def _link(link: dict[str, int]) -> list[Metric]:
     ]
 
 
-def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def _metric(family: Callable[..., Metric], name: str, text: str, labels: dict[str, str], value: float) -> Metric:
+    metric = family(name, text, labels=list(labels))
+    metric.add_metric(list(labels.values()), value)
+    return metric
 
 
-def _counter(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
+_gauge = functools.partial(_metric, GaugeMetricFamily)
+_counter = functools.partial(_metric, CounterMetricFamily)
 
 _STAGE_COUNTERS = {
     "steps": (names.METRIC_STAGE_STEPS, "Native steps", 1),
@@ -199,4 +270,24 @@ def _stages(stages: list[dict[str, Any]]) -> list[Metric]:
             for what, n_times in stage.get(key, {}).items():
                 counts.add_metric([str(stage["index"]), what], n_times)
         families.append(counts)
-    return families
+    return [*families, *_relay(stages)]
+
+
+def _relay(stages: list[dict[str, Any]]) -> list[Metric]:
+    """Return what the relay carries, of the stages that are reached through it."""
+    label = [names.LABEL_STAGE]
+    is_open = GaugeMetricFamily(names.METRIC_RELAY_CONNECTIONS, "Connections that the relay carries", labels=label)
+    refused = CounterMetricFamily(
+        names.METRIC_RELAY_REFUSED, "Connections that the relay closed: no tunnel, or too many", labels=label
+    )
+    carried = CounterMetricFamily(
+        names.METRIC_RELAY_BYTES, "Bytes that the relay has carried", labels=[*label, names.LABEL_DIRECTION]
+    )
+    for stage in stages:
+        if (relay := stage.get("relay")) is not None:
+            index = str(stage["index"])
+            is_open.add_metric([index], relay["connections"])
+            refused.add_metric([index], relay["refused"])
+            carried.add_metric([index, "in"], relay["to_stage_bytes"])
+            carried.add_metric([index, "out"], relay["from_stage_bytes"])
+    return [is_open, refused, carried]

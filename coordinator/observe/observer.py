@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from relayline.coordinator.observe.pass_traces import PassTraces, StatusesOf
 from relayline.coordinator.observe.request_metrics import RequestMetrics
 from relayline.coordinator.observe.tracing import OffsetsOf, Tracing
+from relayline.coordinator.observe.usage import UsageByKey
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.request_log import UNKNOWN, RequestLog, RequestRecord, SessionRecord, StreamRecord
@@ -51,7 +52,7 @@ class Observer:
         self.tracing = Tracing(self.telemetry, sampler_ratio)
         self.passes = PassTraces(self.telemetry, later, lambda: self.tracing.sampler_ratio)
         self.metrics = RequestMetrics(model_name)
-        self.log = RequestLog()
+        self.log, self.usage = RequestLog(), UsageByKey()
         self.pushed_level = pushed_level
         self._later = later
         self._sessions: dict[int, SessionRecord] = {}  # running ones and those that wait for summaries
@@ -104,6 +105,9 @@ class Observer:
         session.origin = self._stream(session, request, now_ns, record)
         if record is not None and record.span is not None:
             session.trace.baggage = record.baggage
+        if self.loss is not None:
+            stage, why = self.loss
+            session.event(names.EVENT_HELD, now_ns, why, stage)
         self._sessions[session_id] = session
         return session.origin
 
@@ -288,7 +292,19 @@ class Observer:
             if session.started_ns and not session.ended_ns and not session.is_paused:
                 session.is_paused = True
                 session.event(names.EVENT_PAUSED, now_ns, why, stage)
+            elif not (session.started_ns or session.ended_ns):
+                session.event(names.EVENT_HELD, now_ns, why, stage)
         self._finalize_all()
+
+    def slept(self) -> None:
+        """The connection was ended so that the stages can free their memory: the next one is no recovery."""
+        self.loss, self.n_connections = None, 0
+
+    def woke(self, took_s: float, now_ns: int) -> None:
+        """The stages have loaded again, which the sessions of this moment have waited for."""
+        for session in self._sessions.values():
+            if not session.ended_ns:
+                session.event(names.EVENT_WOKEN, now_ns, f"the stages loaded in {took_s:.1f} s")
 
     def close(self) -> None:
         """End sessions that wait for summaries, and windows that wait for answers."""

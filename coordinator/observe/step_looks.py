@@ -91,8 +91,9 @@ class Picture:
     """Steps between the last look and `from_us` that are not shown."""
     steps: list[list[object]]
     """Each: stage, step, start, duration, rows, padded rows, group, close reason, longest wait, predicted duration (0:
-    not known), rows queued before and after, bytes out, members, of the first MEMBERS_MAX of these, one after the
-    other, stream and rows (rows of a prompt below zero), and the rows that the last stage sent back under a grant."""
+    not known), rows queued before and after, bytes out, number of members. Then stream and rows of each of the first
+    MEMBERS_MAX members, one after the other; rows of a prompt are below zero. Last: the rows that the last stage sent
+    back under a grant."""
     streams: dict[int, int]
     """Session ids by the numbers that `steps` call them."""
     overlap: dict[str, float]

@@ -155,7 +155,7 @@ class Tracing:
         if record is None or record.span is None or session.trace.prefill_span is not None:
             return
         common = _identity(record, session)
-        self._child(record, names.SPAN_QUEUE, session.admitted_ns, session.started_ns, common)
+        self._queue(record, session, session.started_ns, common)
         session.trace.prefill_span = self._child(record, names.SPAN_PREFILL, session.started_ns, 0, common)
         session.trace.context = context_of(session.trace.prefill_span)
 
@@ -177,11 +177,11 @@ class Tracing:
         if record is None or record.span is None:
             return
         if session.trace.prefill_span is None:  # never had a lane
-            self._child(record, names.SPAN_QUEUE, session.admitted_ns, session.ended_ns, _identity(record, session))
+            self._queue(record, session, session.ended_ns, _identity(record, session))
             return
         for event in session.events:
-            detail = {"detail": event.detail} if event.detail else None
-            _phase_of(session, event.at_ns).add_event(event.name, detail, timestamp=event.at_ns + record.unix_offset_ns)
+            if event.at_ns > session.started_ns:  # `queue` has the earlier ones
+                _add_event(_phase_of(session, event.at_ns), event, record)
         self._end_prefill(record, session, session.trace.prefill_span)
         last = session.trace.decode_span or session.trace.prefill_span
         last.set_attributes(_session_attributes(session) | _stage_attributes(session.stages, n_stages))
@@ -194,6 +194,15 @@ class Tracing:
         _say_failure(last, session, record)
         last.end(session.ended_ns + record.unix_offset_ns)
         session.trace.prefill_span = session.trace.decode_span = None
+
+    def _queue(
+        self, record: RequestRecord, session: SessionRecord, end_ns: int, identity: Mapping[str, AttributeValue]
+    ) -> None:
+        """Make the span of the wait for a lane, with what the session waited for besides, such as a wake."""
+        span = self._child(record, names.SPAN_QUEUE, session.admitted_ns, 0, identity)
+        for event in session.events:
+            _add_event(span, event, record)
+        span.end(end_ns + record.unix_offset_ns)
 
     def _end_prefill(self, record: RequestRecord, session: SessionRecord, span: Span) -> None:
         end_ns = session.first_token_ns or session.ended_ns
@@ -297,6 +306,11 @@ class Tracing:
 def session_text(session_id: int) -> str:
     """Return a session id as spans and JSON show it: 16 hexadecimal digits."""
     return f"{session_id:016x}"
+
+
+def _add_event(span: Span, event: EventRecord, record: RequestRecord) -> None:
+    detail = {"detail": event.detail} if event.detail else None
+    span.add_event(event.name, detail, timestamp=event.at_ns + record.unix_offset_ns)
 
 
 def _phase_of(session: SessionRecord, at_ns: int) -> Span:

@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.planner.instance import Instance, Machine
-from relayline.coordinator.planner.speed import GIB, ROWS
+from relayline.coordinator.planner.speed import ROWS
 from relayline.coordinator.schedule.cycles import SHARPNESS
 from relayline.coordinator.schedule.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
+from relayline.wire.common.units import GIB
 
 # The coordinator's work for a flight (scheduling, sending, receiving) and for a token of a stream (text, HTTP):
 # processor time measured on a Zen 4 core, rounded. It matters where native steps are equally short.

@@ -52,6 +52,10 @@ class ModelShape:
     """Whether llama.cpp can keep earlier states too; see Load.rewind_rows."""
     row_widths: tuple[int, ...] = ()
     """Values of each row that enters a layer; empty where they are n_embd in all."""
+    prediction_bytes: int = 0
+    """Weights of the last stage's prediction layers; see Load.mtp_drafts."""
+    prediction_kv_bytes: int = 0
+    """Their KV bytes per token with an f16 cache."""
     bits_per_weight: float = 0.0
     """Of the layers on average; 0.0 if unknown."""
     ctx_train: int = 0
@@ -96,6 +100,8 @@ class Load:
     """Streams that the split is optimised for; 0 means every lane."""
     rewind_rows: int = 0
     """Earlier recurrent states of each lane, for drafts."""
+    mtp_drafts: int = 0
+    """Tokens that the last stage guesses by its prediction layers; 0: it does not load them."""
     prefix_memory_bytes: int = 0
     """Memory of each stage for stored prefixes."""
     adapter_bytes: tuple[int, ...] = ()
@@ -132,7 +138,9 @@ class Machine:
     memory_bytes: int | None = None
     """The memory that all its stages together may use; None if unknown."""
     reserved_bytes: int = 0
-    """Other processes there: the coordinator."""
+    """Other processes there: the coordinator, and a draft model's."""
+    draft_bytes: int = 0
+    """The draft model's part of these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +150,8 @@ class Gpu:
     name: str
     memory_bytes: int | None = None
     """Its memory; None if unknown."""
+    draft_bytes: int = 0
+    """What a draft model takes of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

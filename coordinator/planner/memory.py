@@ -23,9 +23,8 @@ from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 from relayline.wire.common.checkpoints import CHECKPOINT_BYTES_MAX, CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
 from relayline.wire.common.kv_layout import has_scores, keeps_window, window_cells
+from relayline.wire.common.units import GIB, MIB
 
-GIB = 1 << 30
-MIB = 1 << 20
 CELLS_STEP = 256  # llama.cpp rounds the cache up to this
 SPARE_CELLS = 256  # of the lane for padding rows
 MASK_BYTES = 2  # of one row and cell
@@ -117,7 +116,9 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int, offload: O
     head = model.head_bytes if is_last else 0
     weights = sum(model.layer_bytes[start:end]) + head + (model.embedding_bytes if start == 0 else 0)
     weights += sum(load.adapter_bytes[start:end])
-    kept = _cells_bytes(model, load, start, end) + states_bytes(model, load, start, end)
+    predicting = _prediction_bytes(model, load) if is_last else (0, 0)
+    weights += predicting[0]
+    kept = predicting[1] + _cells_bytes(model, load, start, end) + states_bytes(model, load, start, end)
     compute, prefixes = compute_bytes(model, load, is_last=is_last), load.prefix_memory_bytes
     if offload is None:
         return StageMemory(weights, kept, compute, prefix_bytes=prefixes)
@@ -125,14 +126,26 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int, offload: O
     gpu_weights = sum(_offloaded_bytes(model, offload, start, layer) for layer in range(first, end))
     gpu_weights += sum(load.adapter_bytes[first:end])
     if offload.takes_head(start, end):
-        gpu_weights += max(0, head - (offload.kept_head_bytes if is_last else 0))
-    gpu_kept = _cells_bytes(model, load, first, end) + _lanes_states_bytes(model, load, first, end)
+        gpu_weights += max(0, head - (offload.kept_head_bytes if is_last else 0)) + predicting[0]
+    gpu_kept = (
+        (predicting[1] if offload.takes_head(start, end) else 0)
+        + _cells_bytes(model, load, first, end)
+        + _lanes_states_bytes(model, load, first, end)
+    )
     gpu = GpuMemory(gpu_weights, gpu_kept, compute_bytes(model, load, is_last=is_last, is_on_gpu=True))
     is_whole = first == start and (not is_last or offload.takes_head(start, end))
     stays = offload.n_cpu_moe or any(offload.kept_bytes[start:end]) or offload.kept_head_bytes
     if is_whole and not stays:  # the processor computes nothing: only rows and logits pass through
         compute = _passing_bytes(model, load, is_last=is_last)
     return StageMemory(weights - gpu_weights, kept - gpu_kept, compute, prefix_bytes=prefixes, gpu=gpu)
+
+
+def _prediction_bytes(model: ModelShape, load: Load) -> tuple[int, int]:
+    """Return the weights of the last stage's prediction layers, and their cells; (0, 0) where it does not draft."""
+    if not load.mtp_drafts:
+        return 0, 0
+    n_bytes = model.prediction_kv_bytes * kv_cells(load)
+    return model.prediction_bytes, int(n_bytes * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"])
 
 
 def _offloaded_bytes(model: ModelShape, offload: Offload, start: int, layer: int) -> int:
@@ -244,7 +257,8 @@ def machine_usable_bytes(machine: Machine) -> int | None:
 def gpu_usable_bytes(gpu: Gpu) -> int | None:
     """Return what of a GPU's memory its stages may use together."""
     size = gpu.memory_bytes
-    return None if size is None else max(0, size - max(GPU_RESERVE_BYTES_MIN, int(GPU_RESERVE * size)))
+    reserved_bytes = 0 if size is None else max(GPU_RESERVE_BYTES_MIN, int(GPU_RESERVE * size)) + gpu.draft_bytes
+    return None if size is None else max(0, size - reserved_bytes)
 
 
 def pools_of(host: Host) -> tuple[Pool, ...]:

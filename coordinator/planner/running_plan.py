@@ -61,8 +61,8 @@ def running_plan(
     `ctx_tokens`: tokens that one lane may hold; 0 if unknown.
     """
     n_lanes = max(1, n_lanes)
-    counts = sorted({n for n in STREAMS_SHOWN if n < n_lanes} | {n_lanes, LANES_MORE * n_lanes})
-    is_known = bool(costs) and all(cost.decode.is_known and cost.prefill.is_known for cost in costs)
+    counts = _counts(n_lanes)
+    is_known = _is_known(costs)
     within = [min(n, n_lanes) for n in counts]
     plans = [_variant("as it runs", costs, edges, overhead_ns, within)]
     if is_known:
@@ -88,6 +88,25 @@ def running_plan(
             plans.append(_variant(name, _moved(more, old, new), new, longer_ns, within))
     steps = [{"step_ms": _steps_ms(cost)} for cost in costs]
     return RunningPlan(is_known, counts, steps, plans)
+
+
+def other_layers(
+    costs: Sequence[StageCost], edges: Edges, asked: Edges, *, overhead_ns: float, n_lanes: int
+) -> Variant | None:
+    """Return the plan in which the same stages hold other layers, as `running_plan` predicts; None if nothing is
+    known."""
+    if not _is_known(costs):
+        return None
+    within = [min(n, max(1, n_lanes)) for n in _counts(max(1, n_lanes))]
+    return _variant("these layers", _moved(costs, edges, asked), asked, overhead_ns, within)
+
+
+def _counts(n_lanes: int) -> list[int]:
+    return sorted({n for n in STREAMS_SHOWN if n < n_lanes} | {n_lanes, LANES_MORE * n_lanes})
+
+
+def _is_known(costs: Sequence[StageCost]) -> bool:
+    return bool(costs) and all(cost.decode.is_known and cost.prefill.is_known for cost in costs)
 
 
 def cut_by_speed(steps_ns: Sequence[float], edges: Edges) -> Edges:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from relayline.wire.common.errors import NotReadyError
 from relayline.wire.common.texts import named_layers
+from relayline.wire.common.units import bytes_text
 
-GIB = 1 << 30
 Need = Callable[[int, int], int]
 """Bytes that a stage with the layers [start, end) holds."""
 IsAllowed = Callable[[int, int], bool]
@@ -116,13 +116,9 @@ def _why(
     if wished is None:
         return f"the model's {n_layers} layers cannot be cut for {len(holders)} stages"
     short = [
-        f"{holder.name} would need {_gib(need(start, end))} for {named_layers(start, end)} and has "
-        + (f"{_gib(holder.room_bytes)} free" if holder.room_bytes is not None else "an unknown amount")
+        f"{holder.name} would need {bytes_text(need(start, end))} for {named_layers(start, end)} and has "
+        + (f"{bytes_text(max(0, holder.room_bytes))} free" if holder.room_bytes is not None else "an unknown amount")
         for holder, (start, end) in zip(holders, _edges(wished, n_layers), strict=True)
         if not fits(holder, start, end)
     ]
     return f"no room for all layers: {'; '.join(short)}"
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB // 10 else f"{n_bytes / (1 << 20):.0f} MiB"

@@ -1,7 +1,7 @@
 """The speed of a host, as curves that scale to any range of layers. Pure.
 
 A native step over a range takes a fixed time, plus a time per byte of layers, plus on the last stage a time per byte of
-the head; the latter two depend on the number of rows (see wire.common.curve: a staircase). Layers of one model are of
+the head. The latter two depend on the number of rows (see wire.common.curve: a staircase). Layers of one model are of
 one kind, so their bytes measure their work. Heads are measured apart: they are quantised otherwise, and rows of a
 prompt do not need them.
 """
@@ -13,8 +13,8 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from relayline.wire.common.curve import LADDER, CostCurve
+from relayline.wire.common.units import GIB
 
-GIB = 1 << 30
 # Curves hold the fastest of a few steps on an idle machine. Steps in service have other processes on the cores and a
 # cache that fills. They took as long on a host whose steps differ by 1 %, and 1.1 to 1.45 times as long on one where
 # they differ by tens (`benches.plan_accuracy` on a 1B shape). A survey sees by how much they differ; elsewhere the

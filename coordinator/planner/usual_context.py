@@ -11,10 +11,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.planner.instance import Instance, Load
-from relayline.coordinator.planner.memory import GIB, LANES_LEAST, stage_memory
+from relayline.coordinator.planner.memory import LANES_LEAST, stage_memory
 from relayline.coordinator.planner.search import Room
+from relayline.wire.common.units import GIB
 
-CTX_LEAST = 2_048
+CTX_LEAST = 2_048  # less only for a model that was trained for less: some have no position beyond
 CTX_GOOD = 8_192  # enough for most chats, so lanes are given up for it
 CTX_MOST = 32_768  # longer ones are for those that ask for them: the memory is taken whether it is used or not
 CTX_STEP = 256  # llama.cpp rounds the cells of a lane up to this
@@ -28,7 +29,7 @@ def usual_context(instance: Instance, n_lanes: int | None, ctx_tokens: int | Non
     instance.load holds the usual ones. They stay where the memory of a host is unknown, and where nothing fits, which
     the planner then explains.
     """
-    usual = (n_lanes or instance.load.n_lanes, ctx_tokens or instance.load.ctx_tokens)
+    usual = (n_lanes or instance.load.n_lanes, ctx_tokens or min(instance.load.ctx_tokens, _longest(instance)))
     if any(host.machine.memory_bytes is None and host.memory_bytes is None for host in instance.hosts):
         return usual
     all_lanes = (n_lanes,) if n_lanes else tuple(_halves(instance.load.n_lanes, LANES_LEAST))
@@ -43,7 +44,8 @@ def usual_context(instance: Instance, n_lanes: int | None, ctx_tokens: int | Non
 
 
 def _longest(instance: Instance) -> int:
-    return max(CTX_LEAST, min(instance.model.ctx_train, CTX_MOST) // CTX_STEP * CTX_STEP)
+    trained = min(instance.model.ctx_train or CTX_LEAST, CTX_MOST)
+    return trained // CTX_STEP * CTX_STEP or trained
 
 
 def _halves(most: int, least: int) -> Iterator[int]:

@@ -9,10 +9,11 @@ from typing import Any
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.frontier import Label, frontier
 from relayline.coordinator.planner.instance import Host, Instance, Machine
-from relayline.coordinator.planner.memory import GIB, HEADROOM, pools_of, stage_memory, usable_bytes
+from relayline.coordinator.planner.memory import HEADROOM, pools_of, stage_memory, usable_bytes
 from relayline.coordinator.planner.quantisations import smaller_quantisation
 from relayline.coordinator.planner.search import Best, Room, best_split
 from relayline.wire.common.texts import named_layers
+from relayline.wire.common.units import GIB
 
 MEMORY_STEP_BYTES = GIB // 2  # the steps in which a further machine's memory is given
 ROWS_STEP = 64  # in which smaller steps are proposed
@@ -31,6 +32,8 @@ class Shortage:
     needed_bytes: int
     usable_bytes: int
     layers: tuple[int, int]
+    draft_bytes: int = 0
+    """What a draft model takes there besides."""
 
     @property
     def missing_bytes(self) -> int:
@@ -77,12 +80,16 @@ def explain(instance: Instance) -> Infeasible:
     remedies = _remedies(instance)
     shortage_text = "; ".join(
         f"{short.place} needs {short.needed_bytes / GIB:.2f} GiB for {named_layers(*short.layers)} "
-        f"but has {short.usable_bytes / GIB:.2f}: {short.missing_bytes / GIB:.2f} GiB are missing"
+        f"but has {short.usable_bytes / GIB:.2f}{_beside(short)}: {short.missing_bytes / GIB:.2f} GiB are missing"
         for short in shortages
     )
     lead = "any of these helps" if len(remedies) > 1 else "what helps"
     ways = f"; {lead}: {', or '.join(remedies)}" if remedies else f"; {NOTHING_ALONE}"
     return Infeasible(f"the model does not fit: {shortage_text}{ways}", shortages, remedies)
+
+
+def _beside(short: Shortage) -> str:
+    return f" besides the {short.draft_bytes / GIB:.2f} of the draft model" if short.draft_bytes else ""
 
 
 def _structure(instance: Instance) -> str:
@@ -131,7 +138,7 @@ def _shortages(instance: Instance, cuts: Sequence[int]) -> tuple[Shortage, ...]:
         mine = [stage for stage, host in enumerate(instance.hosts) if pool in pools_of(host)]
         need = sum(room.need_of(pool, stage, *edges[stage]) for stage in mine)
         if need > usable:
-            found.append(Shortage(pool.name, need, usable, (edges[mine[0]][0], edges[mine[-1]][1])))
+            found.append(Shortage(pool.name, need, usable, (edges[mine[0]][0], edges[mine[-1]][1]), pool.draft_bytes))
     return tuple(found)
 
 
@@ -161,10 +168,25 @@ def _remedies(instance: Instance) -> tuple[str, ...]:
         found.append("prefixMemoryBytes: 0")
     if name := smaller_quantisation(instance):
         found.append(f"the model as {name}")
+    if Room(without_draft(instance)).some_cuts() is not None:
+        found.append("no draft model")
     more = _one_more_bytes(instance)
     if more is not None:
         found.append(f"one more machine with {more / GIB:g} GiB")
     return tuple(found)
+
+
+def without_draft(instance: Instance) -> Instance:
+    """Return the instance with the memory of its draft model free."""
+    hosts = []
+    for host in instance.hosts:
+        machine, offload = host.machine, host.offload
+        left_bytes = machine.reserved_bytes - machine.draft_bytes
+        machine = dataclasses.replace(machine, reserved_bytes=left_bytes, draft_bytes=0)
+        if offload is not None:
+            offload = dataclasses.replace(offload, gpu=dataclasses.replace(offload.gpu, draft_bytes=0))
+        hosts.append(dataclasses.replace(host, machine=machine, offload=offload))
+    return dataclasses.replace(instance, hosts=tuple(hosts))
 
 
 def largest(most: int, is_good: Callable[[int], bool]) -> int:
@@ -205,10 +227,12 @@ def one_more(instance: Instance, stage: int) -> OneMore | None:
     None where neither makes a legal split.
     """
     host = instance.hosts[stage]
-    machine = dataclasses.replace(host.machine, name=f"like-{host.machine.name}", reserved_bytes=0)
+    machine = dataclasses.replace(host.machine, name=f"like-{host.machine.name}", reserved_bytes=0, draft_bytes=0)
     offload = host.offload
     if offload is not None:  # on its own GPU
-        offload = dataclasses.replace(offload, gpu=dataclasses.replace(offload.gpu, name=f"like-{offload.gpu.name}"))
+        offload = dataclasses.replace(
+            offload, gpu=dataclasses.replace(offload.gpu, name=f"like-{offload.gpu.name}", draft_bytes=0)
+        )
     name = f"{host.name}-copy"
     copy = dataclasses.replace(host, name=name, machine=machine, layers=None, device=-1, offload=offload)
     places = dict.fromkeys((stage + 1, len(instance.hosts)))

@@ -26,6 +26,8 @@ class ScheduleConfig:
     grant_steps: int = 0
     """Steps that stages may continue streams by themselves, see `coordinator.schedule.grants`; 0: none."""
     itl_stretch: float = ITL_STRETCH
-    """How many times longer running streams' inter-token latency may become while prompts are read; BURST_PRESSURE
-    times that, at most for BURST_CYCLES tokens, while a burst of short ones is, and REPLAY_PRESSURE times that until
+    """How many times longer running streams' inter-token latency may become while prompts are read. BURST_PRESSURE
+    times that while a burst of short ones is read, at most for BURST_CYCLES tokens; REPLAY_PRESSURE times that until
     all streams go on after a loss."""
+    draft_model_tokens: int = 0
+    """How many a model holds that guesses tokens, for which rows may wait; 0: there is none."""

@@ -8,13 +8,13 @@ and yields min(N, G r) tokens. The first term is the time of a saturated stage, 
 meets no queue. One flight is lock-step: one stage computes while the others wait. Too many flights pay for many small
 steps. If G r is less than N, the flights are full and the streams take turns in them. On a staircase of costs this can
 beat both an expensive row count and one more, poorly filled flight. If G r is more than N, the last flight is smaller,
-or all are: a plan must be good either way.
-The optimum depends on the staircase of each stage, so candidates are simply evaluated.
+or all are: a plan must be good either way. The optimum depends on the staircase of each stage, so candidates are simply
+evaluated.
 
 Stages that share a device take turns on it, so they count as one whose steps take as long as theirs together. Where one
 device is all that there is for several stages, there is one decode flight: a second one would only wait. The same holds
-for a single stage that computes the next rows of its streams before they are asked for (`stage.steps.run_ahead`): the
-round trip is hidden already, and rows of a second flight would take the place of those.
+for a single stage that computes the next rows of its streams before they are asked for (`stage.steps.run_ahead`). It
+hides the round trip already, and rows of a second flight would take the place of those.
 
 When both terms are nearly equal, any delay shows in the cycle. So nearness has a cost too, see cycles.SHARPNESS.
 

@@ -5,6 +5,10 @@ OLDEST_EVERY-th turn the oldest does, so that a long prompt among many short one
 
 A prompt may follow another that begins alike (`Session.follow`): none of its rows go before the other's have, and then
 it copies them. Whose rows others wait for is as urgent as the most urgent of them.
+
+All this is among the prompts of the best level of tenants there is: those of lower ones wait for them. But every
+LOWER_EVERY-th turn is one among all levels but the batches', or a lower one might hold its lane for ever and never be
+read. Prompts of batches are read while there are no others.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from collections.abc import ValuesView
 from relayline.coordinator.schedule.groups import pressure_of
 from relayline.coordinator.schedule.tiles import StepRows, TileRule, n_of_whole_tiles
 from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.coordinator.sessions.tenants import Level
 
 BURST_PRESSURE = 2  # prompts per running stream that make a crowd; also their weight until they are read
-OLDEST_EVERY = 4  # turns
+OLDEST_EVERY, LOWER_EVERY = 4, 32  # turns; the second is a multiple of the first
 _NO_RULE = TileRule()
 
 
@@ -30,6 +35,7 @@ class PromptLine:
         # Prompts that once waited when there were more of them than running streams; read ones may be among them.
         self._crowding: set[int] = set()
         self._n_turns = 0
+        self._has_levels = False  # some may not be of the usual one
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -51,6 +57,9 @@ class PromptLine:
 
     def add(self, session: Session, n_decoding: int) -> None:
         """Release a session's rows until none are left, with n_decoding running streams."""
+        self._has_levels = session.request.tenant.level is not Level.NORMAL or (
+            self._has_levels and bool(self._prompts)
+        )
         self._prompts[session.session_id] = session
         self._crowding &= self._prompts.keys()
         if pressure_of(max(1, n_decoding), len(self)) >= BURST_PRESSURE:
@@ -108,6 +117,8 @@ class PromptLine:
 
     def _next(self, turn: int) -> Session | None:
         ready = [session for session in self.sessions if session.leader is None]
+        if self._has_levels and len(ready) > 1:
+            ready = self._of_best_level(ready, Level.HIGH if turn % LOWER_EVERY else Level.LOW)
         if not ready or turn % OLDEST_EVERY == 0:
             return ready[0] if ready else None
         n_before_token = {session.session_id: session.prefill_left for session in ready}
@@ -118,3 +129,12 @@ class PromptLine:
                     own = n_before_token[leader.session_id]
                     n_before_token[leader.session_id] = min(own, n_shared + follower.prefill_left)
         return min(ready, key=lambda session: n_before_token[session.session_id])
+
+    def _of_best_level(self, ready: list[Session], worst: Level) -> list[Session]:
+        """Return those that are of the best level or of one up to `worst`, or whose rows such a session waits for."""
+        levels = {session.session_id: session.request.tenant.level for session in ready}
+        for follower in self.sessions:
+            if follower.leader is not None and (reader := follower.reader.session_id) in levels:
+                levels[reader] = min(levels[reader], follower.request.tenant.level)
+        worst = max(worst, min(levels.values()))
+        return [session for session in ready if levels[session.session_id] <= worst]

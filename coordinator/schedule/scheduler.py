@@ -31,12 +31,13 @@ comparisons, and the mode of a start without a plan.
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Iterable, Sequence
 
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.draft_flights import DraftFlights
-from relayline.coordinator.schedule.draft_plan import Traffic
+from relayline.coordinator.schedule.draft_plan import traffic
+from relayline.coordinator.schedule.draft_wait import GuessWait
 from relayline.coordinator.schedule.flights import DECODE, GUESS, PREFILL, Flight, Flights, Kind, mean_context, rows_of
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.overhead import Held
@@ -56,11 +57,21 @@ class Scheduler:
     """Frames in, envelopes out. One per epoch."""
 
     def __init__(
-        self, config: ScheduleConfig, planner: GroupPlanner, *, may_draft: bool = True, rewind_rows: int = 0
+        self,
+        config: ScheduleConfig,
+        planner: GroupPlanner,
+        *,
+        may_draft: bool = True,
+        rewind_rows: int = 0,
+        predictions: int = 0,
     ) -> None:
-        """`may_draft`: whether the stages can drop wrongly guessed rows. `rewind_rows`: if not, how many of a step."""
+        """`may_draft`: whether the stages can drop wrongly guessed rows. `rewind_rows`: if not, how many of a step.
+        `predictions`: tokens that the last stage guesses behind a sample where it is asked to.
+        """
         self.config, self.planner = config, planner
-        self._drafts = DraftFlights(config.draft if may_draft or rewind_rows else 0, 0 if may_draft else rewind_rows)
+        n_tokens = config.draft if may_draft or rewind_rows else 0
+        self.drafts = DraftFlights(n_tokens, 0 if may_draft else rewind_rows, predictions)
+        self.guess_wait = GuessWait()
         self._controls: list[OutFrame] = []
         self._pool, self._prompts, self._flights = Pool(), PromptLine(), Flights()
         self._plans = PlanChoice(config, planner, self._pool, self._prompts, self._flights)
@@ -87,6 +98,7 @@ class Scheduler:
 
     def prompt(self, session: Session) -> None:
         """Queue a session with prompt rows. The scheduler asks it for chunks until none are left."""
+        self.drafts.begin(session)
         self._prompts.add(session, self.n_decoding)
 
     def orphans(self) -> list[Session]:
@@ -95,7 +107,7 @@ class Scheduler:
 
     def decode(self, frame: OutFrame) -> None:
         """Put a stream's next row into the pool."""
-        self._drafts.forget(frame.session.session_id)
+        self.drafts.forget(frame.session.session_id)
         self._pool.add(frame)
 
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
@@ -125,7 +137,7 @@ class Scheduler:
         """Drop a session that has ended: none of its rows waits or counts any more."""
         self._flights.forget(session_id)
         self._prompts.forget(session_id)
-        self._drafts.ended(session_id)
+        self.drafts.ended(session_id)
         self._pool.forget(session_id)
 
     def refresh(self, costs: Sequence[StageCost], held: Sequence[Held] = ()) -> None:
@@ -176,12 +188,17 @@ class Scheduler:
         plans.keep_train()
         rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
         rule = planner.tile_rule.within(rows_max)
+        waits = self.config.draft_model_tokens > 0
+        self.guess_wait.left_ns = 0
         while pool and ((is_planned := self._flights.count(DECODE) < plan.n_groups) or self._is_overdue(plan, now_ns)):
+            if waits and self._waits_for_guesses(plan, planner, now_ns):
+                break
             frames = pool.take_group(
                 plan.group_rows, is_per_lane=self.planner.is_per_lane, must_take_oldest=not is_planned
             )
-            if self._drafts.are_of(frames, self.n_decoding) and not plans.is_reading:
-                self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
+            if self.drafts.are_of(frames, self.n_decoding) and not plans.is_reading:
+                met = traffic(plan, planner, len(frames), self.n_decoding)
+                self.drafts.extend(frames, planner, met, self.n_decoding)
             chunks = self._riding(plan, rule, frames, rows_max, now_ns) if self._prompts else []
             self._launch(envelopes, DECODE, frames, chunks, now_ns)
         pool.note_held(now_ns)
@@ -221,7 +238,7 @@ class Scheduler:
         self, plan: GroupPlan, planner: GroupPlanner, envelopes: list[list[OutFrame]], now_ns: int
     ) -> None:
         """Send guesses behind the rows under way, while stages would be idle."""
-        if plan.group_rows > 1 or not self._drafts.may_follow or self._pool or self._plans.is_reading:
+        if plan.group_rows > 1 or not self.drafts.may_follow or self._pool or self._plans.is_reading:
             return
 
         overhead_ns = planner.round_trip.of(self.n_decoding)
@@ -229,17 +246,16 @@ class Scheduler:
         def fits(rows: int) -> bool:
             return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), overhead_ns)
 
-        while (frame := self._drafts.following(fits)) is not None:
+        while (frame := self.drafts.following(fits)) is not None:
             self._pool.moved(frame)
             self._launch(envelopes, GUESS, [frame], [], now_ns)
 
-    def _traffic(self, plan: GroupPlan, n_streams: int, planner: GroupPlanner) -> Traffic:
-        """Return the traffic that a flight of this many streams meets once all decoding streams are under way."""
-        n_flights = min(plan.n_groups, math.ceil(self.n_decoding / n_streams))
-        n_idle = planner.saturating(n_streams, self.n_decoding) - n_flights
-        # If streams take turns in the flights, some of them wait in the pool.
-        n_other_rows = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
-        return Traffic(n_flights, n_other_rows, max(0, n_idle))
+    def _waits_for_guesses(self, plan: GroupPlan, planner: GroupPlanner, now_ns: int) -> bool:
+        """Return whether the rows that are next had better wait for guesses."""
+        frames = list(itertools.islice(self._pool, plan.group_rows))
+        if self._plans.is_reading or not self.drafts.are_of(frames, self.n_decoding):
+            return False
+        return self.guess_wait.holds(frames, planner, traffic(plan, planner, len(frames), self.n_decoding), now_ns)
 
     def _ride_rows(self, plan: GroupPlan, rows: int, now_ns: int) -> int:
         """Return how many prompt rows a decode flight takes along now.

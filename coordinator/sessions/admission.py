@@ -3,9 +3,12 @@
 Lanes are counted exactly as the stages count them. A lane is free once its close has been sent, because closes travel
 in order with the next open on the same stream.
 
-Sessions get lanes in the order in which they arrived. A session can lose its lane: the stages may come back with fewer
-lanes, or share them with another coordinator. It then returns to the front of the line, because it is older than every
-session that never had a lane.
+`fair_lanes` decides which session gets the next lane: tenants take turns, and sessions of one tenant get lanes in the
+order in which they arrived. A session can lose its lane: the stages may come back with fewer lanes, or share them with
+another coordinator. It then returns to the front of the line, before every session that never had a lane.
+
+The line has room for `waiting_max` sessions. If it is full, a tenant with less than its part of it may still have its
+part, so that nobody's line keeps others out. LINES_MAX times as many are the bound of all.
 
 Stages refuse opens while another coordinator holds the lanes. Then only sessions with lanes run, and the others keep
 their places in the line. Every LANE_TRY_S one of them tries again. After each success twice as many try.
@@ -13,14 +16,17 @@ their places in the line. Every LANE_TRY_S one of them tries again. After each s
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterable, Sequence
 
+from relayline.coordinator.sessions.fair_lanes import FairLanes, age_of
 from relayline.coordinator.sessions.session import Session
+from relayline.coordinator.sessions.tenants import ANYONE as ANYONE
+from relayline.coordinator.sessions.tenants import Tenant as Tenant
 from relayline.wire.common.errors import ContextLengthError, OverloadedError
 
 LANE_TRY_S = 0.5  # less than the time for which stages keep a lane for a coordinator that was refused it
 LANE_TRIES_MAX = 1_200  # of one session; then its request is refused as stages refuse it
+LINES_MAX = 2  # times `waiting_max` sessions wait at most, besides those that lost their lane
 
 
 class Admission:
@@ -35,29 +41,38 @@ class Admission:
         self._n_ours = n_lanes  # of these, as many as other coordinators seem to leave us
         self._n_more = 1  # that are tried next
         self.running: dict[int, Session] = {}
-        self.waiting: collections.deque[Session] = collections.deque()
+        self.waiting = FairLanes()
 
-    def admit(self, session: Session, wait_s: Callable[[], int] = lambda: 1) -> bool:
-        """Admit the session. Returns True when it has a lane, False when it waits for one.
+    def admit(self, session: Session, wait_s: Callable[[], int] = lambda: 1) -> list[Session]:
+        """Admit the session. Returns the sessions that get a lane as a result: this one, or none while it waits.
 
-        Raises ContextLengthError when it can never fit, and OverloadedError when the line is full. `wait_s` is the
-        expected wait in the line.
+        Where its tenant may now run more streams than before, those of its sessions that waited are among them.
+        Raises ContextLengthError when it can never fit, and OverloadedError when the line is full; then nothing has
+        changed. `wait_s` is the expected wait in the line.
         """
         if not self._fits(session):
             raise self.too_long(session)
-        if not self.waiting and len(self.running) < self._n_ours:
-            self._run(session)
-            return True
-        self.check_room(wait_s)
-        self.waiting.append(session)
-        return False
+        self.check_room(wait_s, session.request.tenant)
+        self.waiting.add(session)
+        return self._fill_lanes()
 
-    def check_room(self, wait_s: Callable[[], int]) -> None:
-        """Raise OverloadedError if the line is full. `wait_s` is how long it is expected to stay full, in seconds."""
-        if (self.waiting or len(self.running) >= self._n_ours) and len(self.waiting) >= self.waiting_max:
-            line = f"all {self.n_lanes} lanes are taken and {len(self.waiting)} requests already wait"
-            after_s = wait_s()
-            raise OverloadedError(f"{line}; try again in about {after_s} s", after_s)
+    def check_room(self, wait_s: Callable[[], int], tenant: Tenant = ANYONE) -> None:
+        """Raise OverloadedError if the line is full for the tenant. `wait_s`: for how many seconds it is expected."""
+        line = self.waiting
+        n_all, n_own = len(line), line.n_waiting_of(tenant)
+        is_own_full = tenant.waiting_max is not None and n_own >= tenant.waiting_max
+        is_full = n_all >= self.waiting_max and (
+            n_own >= line.part_of(tenant, self.waiting_max) or n_all >= LINES_MAX * self.waiting_max
+        )
+        may_run = len(self.running) < self._n_ours and line.may_run(tenant)  # then the line does not grow
+        if may_run or not (is_own_full or is_full):
+            return
+        after_s = wait_s()
+        text = f"all {self.n_lanes} lanes are taken and {n_all} requests already wait"
+        if is_own_full:
+            n_running = line.n_running_of(tenant)
+            text = f"{n_running} requests of this API key run, and {n_own} wait, as many as may"
+        raise OverloadedError(f"{text}; try again in about {after_s} s", after_s)
 
     def _run(self, session: Session) -> None:
         """Give the session the lowest lane that is free: streams that travel together then have neighbouring ones."""
@@ -82,6 +97,10 @@ class Admission:
         """Return the sessions that no longer fit after `resize` made the context smaller."""
         return [session for session in (*self.running.values(), *self.waiting) if not self._fits(session)]
 
+    def of_tenants(self) -> dict[str, tuple[int, int]]:
+        """Return how many sessions of each tenant run, and how many wait, by its name, of those that have any."""
+        return self.waiting.figures()
+
     def figures(self) -> dict[str, int]:
         """Return the running and waiting sessions for GET /v1/pipeline. `kv_tokens`: tokens that running ones hold."""
         return {
@@ -92,12 +111,15 @@ class Admission:
             "kv_tokens": sum(len(session.history) for session in self.running.values()),
         }
 
-    def leave(self, session: Session) -> list[Session]:
-        """Remove the session, running or waiting. Returns the waiting sessions that get a lane as a result."""
+    def leave(self, session: Session, held_ns: int = 0) -> list[Session]:
+        """Remove the session, running or waiting. Returns the waiting sessions that get a lane as a result.
+
+        `held_ns`: how long it held a lane; 0: not known.
+        """
         if self.running.pop(session.session_id, None) is None:
-            if session in self.waiting:
-                self.waiting.remove(session)
+            self.waiting.remove(session)
             return []
+        self.waiting.ended(session, held_ns)
         return self._fill_lanes()
 
     def resize(self, n_lanes: int, ctx_tokens: int) -> list[Session]:
@@ -107,7 +129,7 @@ class Admission:
         """
         self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
         self._n_ours, self._n_more = n_lanes, 1
-        surplus = sorted(self.running.values(), key=_age)[n_lanes:]
+        surplus = sorted(self.running.values(), key=age_of)[n_lanes:]
         self._put_back(surplus)
         for session in [session for session in self.running.values() if session.lane >= n_lanes]:
             self._run(session)
@@ -142,18 +164,11 @@ class Admission:
     def _put_back(self, sessions: Iterable[Session]) -> None:
         for session in sessions:
             del self.running[session.session_id]
-            self.waiting.append(session)
-        self.waiting = collections.deque(sorted(self.waiting, key=_age))
+            self.waiting.put_back(session)
 
     def _fill_lanes(self) -> list[Session]:
         following: list[Session] = []
-        while self.waiting and len(self.running) < self._n_ours:
-            session = self.waiting.popleft()
+        while len(self.running) < self._n_ours and (session := self.waiting.next()) is not None:
             self._run(session)
             following.append(session)
         return following
-
-
-def _age(session: Session) -> int:
-    """Return a number that is smaller for a session that was admitted earlier."""
-    return session.session_id

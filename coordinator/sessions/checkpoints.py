@@ -7,7 +7,7 @@ these positions alone. It marks:
 * the end of the first message, which all chats with one system prompt share,
 * the end of the last one: the next turn's prompt agrees with this one so far, whatever the chat template then adds,
 * the end of the prompt minus one, for the same prompt again, unless the last message ends shortly before: each mark is
-one more step before the first token,
+  one more step before the first token,
 * the position where a waiting prompt stops agreeing with this one.
 
 A message ends with a token that ends answers, as nearly all chat templates have it, or with one that is known for it.

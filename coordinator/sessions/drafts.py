@@ -32,32 +32,36 @@ _TOKEN_BYTES = 4
 
 
 class Rates:
-    """How often guesses were right, by the length of the match that they came from."""
+    """How often guesses were right, by their kind: here the length of the match that they came from."""
 
-    def __init__(self, forgetting: float) -> None:
+    def __init__(self, forgetting: float, n_kinds: int = LENGTH_MAX + 1) -> None:
         self._forgetting = forgetting
-        self._right = [0.0] * (LENGTH_MAX + 1)
-        self._all = [0.0] * (LENGTH_MAX + 1)
+        self._right = [0.0] * n_kinds
+        self._all = [0.0] * n_kinds
 
-    def note(self, length: int, *, is_right: bool) -> None:
+    def note(self, kind: int, *, is_right: bool) -> None:
         """Take note of one guess."""
-        self._right[length] = self._right[length] * self._forgetting + is_right
-        self._all[length] = self._all[length] * self._forgetting + 1.0
+        self._right[kind] = self._right[kind] * self._forgetting + is_right
+        self._all[kind] = self._all[kind] * self._forgetting + 1.0
 
-    def rate(self, length: int, expected: float, weight: float) -> float:
+    def rate(self, kind: int, expected: float, weight: float) -> float:
         """Return the share of right guesses, where `expected` counts as much as `weight` guesses."""
-        return (self._right[length] + expected * weight) / (self._all[length] + weight)
+        return (self._right[kind] + expected * weight) / (self._all[kind] + weight)
 
 
 class Acceptance(Rates):
     """The statistics over all streams of a pipeline."""
 
-    def __init__(self) -> None:
-        super().__init__(FORGETTING_SHARED)
+    def __init__(self, prior_rates: Sequence[float] = PRIOR_RATES) -> None:
+        """`prior_rates`: the start values, one for each kind of guess."""
+        super().__init__(FORGETTING_SHARED, len(prior_rates))
+        self._prior_rates = prior_rates
+        self.has_predictions = False
+        """Whether the last stage's prediction layers guess too, in this epoch."""
 
-    def expected(self, length: int) -> float:
-        """Return the share of right guesses behind matches of this length."""
-        return self.rate(length, PRIOR_RATES[length], PRIOR_WEIGHT)
+    def expected(self, kind: int) -> float:
+        """Return the share of right guesses of this kind, such as behind matches of one length."""
+        return self.rate(kind, self._prior_rates[kind], PRIOR_WEIGHT)
 
 
 class Drafter:

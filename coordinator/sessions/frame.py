@@ -24,6 +24,10 @@ class Opening:
     """The latest tokens of its answer so far, if sampling depends on earlier tokens."""
     read: tuple[int, ...] = ()
     """The latest tokens of its prompt, if sampling depends on them."""
+    told: tuple[int, ...] = ()
+    """The latest tokens of its history, if the last stage's prediction layers are to know them."""
+    told_from: int = 0
+    """Position of the first of them."""
 
 
 class Frame(NamedTuple):

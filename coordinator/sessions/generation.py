@@ -7,13 +7,14 @@ nothing checks it again. The pipeline side turns it into frames and answers with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from relayline.coordinator.sessions.tenants import ANYONE, Tenant
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.sampler_fields import BY_NAME, POOLINGS
 
@@ -86,12 +87,13 @@ class SamplingParams:
         return dataclasses.replace(self, numbers=(*self.numbers, ("mirostat_mu", mirostat_mu)))
 
 
-ROW_TOKEN_MIN = 1 << 30  # a number from here on represents a row of an image in a history; no vocabulary has as many
+ROW_TOKEN_MIN = 1 << 30  # a number from here on represents a row of a media file; no vocabulary has as many
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ImageRows:
-    """Rows of images that follow each other in a prompt. Their numbers in its tokens are made from the images' bytes.
+    """Rows of an image or of audio that follow each other in a prompt. Their numbers in its tokens are made from the
+    file's bytes.
 
     So two prompts with equal tokens have equal rows, and the rows themselves are never compared.
     """
@@ -115,6 +117,7 @@ class GenerationRequest:
     prompt_tokens: tuple[int, ...]  # at least one, each inside the vocabulary, or of `images`
     max_tokens: int  # >= 1; len(prompt_tokens) + max_tokens <= tokens per stream
     sampling: SamplingParams
+    said: tuple[int, ...] = ()  # the answer's first tokens, which were generated before; fewer than max_tokens
     ignore_eos: bool = False  # continue past an end-of-generation token
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may use the prefix cache and add to it
@@ -123,6 +126,8 @@ class GenerationRequest:
     wants_progress: bool = False  # its reader gets the progress of reading the prompt
     adapter: int = 0  # the choice of LoRA adapters that its rows are computed with
     images: tuple[ImageRows, ...] = dataclasses.field(default=(), compare=False)  # ascending; compared by their tokens
+    tenant: Tenant = ANYONE  # who sent it; sessions are shared within one tenant only
+    turn: int = dataclasses.field(default=0, compare=False)  # among its tenant's requests in line, see `turn_of`
 
     def border_behind(self, position: int) -> int | None:
         """Return where rows of an image begin or end next, behind a position of the prompt."""
@@ -240,11 +245,14 @@ class Generator(Protocol):
         stream raises NotReadyError if the stage does not come back in time.
         """
 
-    def check_room(self) -> None:
-        """Raise OverloadedError if every request would be refused now. Called before a body is read."""
+    def check_room(self, tenant: Tenant = ANYONE) -> None:
+        """Raise OverloadedError if every request of this tenant would be refused now. Called before a body is read."""
 
     def slots(self) -> Sequence[Slot]:
         """Return what each lane does, in their order."""
+
+    def tenants(self) -> Mapping[str, tuple[int, int]]:
+        """Return how many streams of each tenant run, and how many wait, by its name."""
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.

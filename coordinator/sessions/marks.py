@@ -1,10 +1,10 @@
 """Marks of stored prefixes: keys of their beginnings, for coordinators that do not know their tokens. Pure.
 
 The key of an entire prefix finds it only for a prompt that begins with all of it. A mark is the key of its first
-tokens, at a place where a later prompt may stop agreeing with it: at every so many tokens, the more the longer it is,
-and where a turn of a chat ended. Where stages can rewind to checkpoints alone, these are the places. Stages keep the
-marks of each prefix as a note (`note_of`), and tell them to a coordinator that comes later. It hashes a prompt once, at
-the places of all marks, and so finds the longest beginning that is stored (`MarkIndex`).
+tokens, up to a place where a later prompt may stop agreeing with it. Such places are the ends of a chat's turns, and
+others at a distance that grows with the prefix. Where stages can rewind to checkpoints alone, these are the places.
+Stages keep the marks of each prefix as a note (`note_of`), and tell them to a coordinator that comes later. It hashes a
+prompt once, at the places of all marks, and so finds the longest beginning that is stored (`MarkIndex`).
 """
 
 from __future__ import annotations

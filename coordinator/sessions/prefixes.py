@@ -149,7 +149,7 @@ class Prefixes:
         if not is_computed or self._n_asked == 0 or not session.request.cache_prompt:
             return []
         # Of a lane with a recurrent state no other than the whole can be copied: guesses behind its end go first.
-        guesses = [OutFrame(session, len(held), (), Flag.TRIM)] if self._keeps_state and session.drafter else []
+        guesses = [OutFrame(session, len(held), (), Flag.TRIM)] if self._keeps_state and session.guesses else []
         places = turn_ends(session, self._ends_message) if self.tier.is_used and not self._keeps_state else ()
         key = self.tier.name(session, len(held), places)
         on_disk = self.tier.store(session, len(held), key) if self.tier.is_on_disk else []

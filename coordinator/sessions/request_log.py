@@ -13,9 +13,11 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from relayline.coordinator.sessions.tenants import ANYONE, Tenant
+from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.frames import TRACE_BYTES
 from relayline.wire.telemetry.session_sums import SessionSums
 
@@ -224,6 +226,7 @@ class StreamRecord:
     first_token_ns: int = 0
     request: RequestRecord | None = None
     span: Span | None = None  # of a joiner; the opener has the session's spans
+    stop: Callable[[RelaylineError], None] | None = None  # ends it with an error; None once it has ended
 
     def outcome(self) -> tuple[str, str]:
         """Return (finish reason, label of the error); both empty while it runs."""
@@ -251,6 +254,7 @@ class RequestRecord:
     error: str = ""
     error_text: str = ""  # the message that the client gets
     baggage: str = ""  # W3C's, as a header says it
+    is_detached: bool = False  # its answer goes on after the reply: a background response's
     is_whole: bool = False  # all of a streamed answer has been handed over; closing the connection loses nothing now
     n_prompt: int = 0
     tokenize_start_ns: int = 0
@@ -261,6 +265,14 @@ class RequestRecord:
     trace_id: str = ""  # 32 hexadecimal digits; empty when it is not traced
     streams: list[StreamRecord] = dataclasses.field(default_factory=list)
     span: Span | None = None
+    tenant: Tenant = ANYONE  # whose key it has shown
+
+    def stop(self, error: RelaylineError) -> int:
+        """End all choices that run or wait, with this error for the client; returns how many these were."""
+        stops = [stream.stop for stream in self.streams if stream.stop is not None]
+        for stop in stops:
+            stop(error)
+        return len(stops)
 
     def stream(self, request_id: str) -> StreamRecord | None:
         """Return the choice with this id, if it was opened."""

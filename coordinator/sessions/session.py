@@ -29,6 +29,8 @@ from relayline.coordinator.sessions.generation import (
     PromptScore,
     TokenEvent,
 )
+from relayline.coordinator.sessions.guesses import Guesses
+from relayline.coordinator.sessions.told_guesses import ToldFacts, ToldGuesses
 from relayline.wire.common import bounds
 from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
@@ -123,12 +125,13 @@ class Session:
     started_ns: int = 0  # when it first got a lane; 0: not yet
     scores: list[PromptScore] = dataclasses.field(default_factory=list)
     """Of the prompt's tokens behind the first, as far as they have come; none unless they are asked for."""
-    drafter: Drafter | None = None
+    guesses: Guesses | None = None
 
     def __post_init__(self) -> None:
-        """Begin with the prompt, under an id that says its adapter."""
+        """Begin with the prompt and what was said before, under an id that says its adapter."""
         self.session_id = with_adapter(self.session_id, self.request.adapter)
         self.history.extend(self.request.prompt_tokens)
+        self.history.extend(self.request.said)
 
     @property
     def n_generated(self) -> int:
@@ -233,7 +236,11 @@ class Session:
             read = read[-bounds.PENALTY_TOKENS_MAX :]
         sampling = sampling.resumed(self.mirostat_mus[1])
         last_said, is_kept = tuple(said[-n_said_max:]), self.kept_key is not None
-        return Opening(sampling, self.request.wants_logits, is_kept, self.kept_key or 0, last_said, tuple(read))
+        told_from = max(0, self.n_opened - bounds.TOLD_TOKENS_MAX)
+        told = tuple(self.history[told_from : self.n_opened]) if may_predict(self) and not is_kept else ()
+        return Opening(
+            sampling, self.request.wants_logits, is_kept, self.kept_key or 0, last_said, tuple(read), told, told_from
+        )
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
         """Copy the first n_tokens from another session with the same beginning, and read on from there.
@@ -325,8 +332,8 @@ class Session:
         )  # an answer from before the replay: true, but the stages lack rows
         if is_replaying and self.request.sampling.looks_back:
             return None, []  # the last stage knows the tokens before it, and will pick this one again
-        if self.drafter is None and (self.acceptance is not None or self.request.prediction):
-            self.drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
+        if self.guesses is None and (self.acceptance is not None or self.request.prediction):
+            self.guesses = Guesses(Drafter(self.history, self.request.prediction, self.acceptance or Acceptance()))
         history.append(token)
         n_generated = len(history) - len(request.prompt_tokens)
         if mirostat_mu != self.mirostat_mus[0]:
@@ -336,7 +343,7 @@ class Session:
         reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
         n_cached = self.n_copied if n_generated == 1 else 0
         is_drafted = bool(self.ahead) and self.ahead.popleft() == token
-        is_predicted = self.drafter is not None and self.drafter.take(token)
+        is_predicted = self.guesses is not None and self.guesses.take(token)
         scores = tuple(self.scores) if self.scores and n_generated == 1 else ()
         event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted, scores)
         event = msgspec.structs.replace(event, embedding=embedding) if embedding else event
@@ -356,15 +363,15 @@ class Session:
         No guess ends the answer or goes beyond its last token.
         """
         guesses = self._guesses(n_tokens)
-        return self.drafter.chances(len(self.ahead), len(guesses)) if self.drafter and guesses else []
+        return self.guesses.chances(self.ahead, len(guesses)) if self.guesses and guesses else []
 
     def _guesses(self, n_tokens: int) -> list[int]:
         n_left = self.request.max_tokens - self.n_generated - 1 - len(self.ahead)
-        if self.drafter is None or self.acceptance is None or self.is_restarted:
+        if self.guesses is None or self.acceptance is None or self.is_restarted:
             return []
         if self.state is not State.DECODE or n_left <= 0:
             return []
-        guesses = self.drafter.tokens(len(self.ahead), min(n_tokens, n_left))
+        guesses = self.guesses.tokens(self.ahead, min(n_tokens, n_left))
         if self.request.images:  # no answer continues with a row of an image
             guesses = list(itertools.takewhile(lambda token: token < ROW_TOKEN_MIN, guesses))
         if self.request.ignore_eos:
@@ -402,6 +409,30 @@ class Session:
         frames = self.give_way()
         self.state = State.DONE
         return frames
+
+
+def may_predict(session: Session) -> bool:
+    """Return whether the last stage guesses tokens for the session where it is asked to: not beside a draft model."""
+    if session.acceptance is None or not session.acceptance.has_predictions or session.request.images:
+        return False
+    told = session.guesses.told if session.guesses is not None else None
+    return told is None or not told.facts.is_own_model
+
+
+def take_guesses(
+    session: Session, position: int, tokens: Sequence[int], chances: Sequence[float], facts: ToldFacts, now_ns: int
+) -> None:
+    """Take the guesses of the last stage's prediction layers for the tokens from `position` on.
+
+    `facts`: of these layers. A model that drafts for the stream is heard alone.
+    """
+    guesses = session.guesses
+    if guesses is None or session.state is State.DONE:
+        return
+    if guesses.told is None:
+        guesses.told = ToldGuesses(session.history, facts)
+    if guesses.told.facts is facts:
+        guesses.told.tell(position, tokens, chances, now_ns, follows=False)
 
 
 def take_score(session: Session, position: int, score: PromptScore) -> bool:

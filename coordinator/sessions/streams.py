@@ -65,6 +65,11 @@ class SessionStream:
         """Leave the session; the last stream to leave cancels it."""
         self.leave()
 
+    def stop(self, error: RelaylineError) -> None:
+        """End the stream with an error, for its reader too: somebody else wants it to end."""
+        self.put(error)
+        self._leave(self)
+
     def leave(self) -> None:
         """Leave the session, and take no more events."""
         self._ended = True

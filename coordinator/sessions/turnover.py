@@ -17,6 +17,11 @@ HOLDS_MAX = 64  # latest holds of lanes that count
 RETRY_AFTER_MAX_S = 120  # OpenAI's clients give up if the wait is longer
 
 
+def retry_after_s(wait_s: float) -> int:
+    """Return a wait as clients are told of it: whole seconds, 1 to RETRY_AFTER_MAX_S."""
+    return min(max(1, math.ceil(wait_s)), RETRY_AFTER_MAX_S)
+
+
 class Holding(NamedTuple):
     """A lane that is taken."""
 
@@ -56,8 +61,7 @@ class Turnover:
         hold_ns = max(_mean(self._held_ns), _mean([each.held_ns for each in running]))
         if not self._held_ns:
             hold_ns = max(hold_ns, _mean([each.foreseen_ns for each in running]))
-        wait_s = hold_ns * (n_before + 1) / max(1, n_lanes) / 1e9
-        return min(max(1, math.ceil(wait_s)), RETRY_AFTER_MAX_S)
+        return retry_after_s(hold_ns * (n_before + 1) / max(1, n_lanes) / 1e9)
 
 
 def _mean(values: Sequence[float]) -> float:

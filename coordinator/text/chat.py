@@ -252,6 +252,9 @@ def read_template(path: Path) -> str:
     return source
 
 
+_MEDIA = ("image_url", "input_audio", "audio_url")  # types of parts that a projector is needed for
+
+
 def content_text(content: Any, param: str) -> str:
     """Return a message's content as one text. Raises InvalidRequestError for a part that is none."""
     if content is None:
@@ -261,8 +264,8 @@ def content_text(content: Any, param: str) -> str:
     texts = []
     for at, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
-            text = "only text parts are supported" + (": this model is served without a projector" if is_image else "")
+            is_media = isinstance(part, Mapping) and part.get("type") in _MEDIA
+            text = "only text parts are supported" + (": this model is served without a projector" if is_media else "")
             if isinstance(part, Mapping) and part.get("type") == "text":
                 text = "a part of type text needs a string `text`"
             place = place_of(part) or f"{param}[{at}]"

@@ -32,6 +32,7 @@ _USER_DEFINED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _LSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
 _RSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
 _META_TEXT_BYTES_MAX = 4096
+_METADATA_MAX, _METADATA_CHARS_MAX = 256, 512  # entries of a file, and characters of one
 # Tokens that end messages but not every answer, such as the thoughts in gpt-oss's.
 MESSAGE_ENDS = (
     b"<|end|>",
@@ -101,6 +102,7 @@ class Tokenizer:
         architecture = _meta_text(model, b"general.architecture")
         # How the model's makers turn hidden rows into one embedding: llama.cpp's number, None where they say nothing.
         self.pooling = _whole_or_none(_meta_text(model, f"{architecture}.pooling_type".encode()))
+        self.metadata = _metadata_of(model, architecture)
         self.name = _meta_text(model, b"general.name")
         self.chat_template = self._template(model, None)
         # For chats with tools, where the file has a separate template for these (Hermes 2, Command R).
@@ -328,6 +330,18 @@ def _whole_or_none(text: str) -> int | None:
 
 def _token_or_none(token: int) -> int | None:
     return int(token) if token >= 0 else None
+
+
+def _metadata_of(model: Any, architecture: str) -> dict[str, str]:
+    """Return what a file says of the model and its shape, as text: `general.*` and the keys of its architecture."""
+    found: dict[str, str] = {}
+    buffer = ctypes.create_string_buffer(_META_TEXT_BYTES_MAX)
+    for index in range(int(llama_cpp.llama_model_meta_count(model))):
+        llama_cpp.llama_model_meta_key_by_index(model, index, buffer, _META_TEXT_BYTES_MAX)
+        key = buffer.value.decode("utf-8", errors="replace")
+        if key.startswith(("general.", f"{architecture}.")) and len(found) < _METADATA_MAX:
+            found[key] = _meta_text(model, key.encode())[:_METADATA_CHARS_MAX]
+    return found
 
 
 def _meta_text(model: Any, key: bytes) -> str:

@@ -13,7 +13,7 @@ from relayline.deploy.cli.drain import added
 from relayline.deploy.cli.move import PATH, moved_layers, moved_text
 from relayline.deploy.launch.control import Launched, key_of
 from relayline.deploy.launch.difference import Difference, difference
-from relayline.deploy.launch.inviting import fresh_line
+from relayline.deploy.launch.inviting import for_a_while, fresh_line
 from relayline.deploy.launch.prepare import find_model, override
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import StateDir
@@ -97,11 +97,12 @@ def _take_on(launched: Launched, running: Manifest, differs: Difference, url: st
     if here := [stage for stage in stages if stage.is_local]:
         start_more(launched, running, here)
     for stage in stages:
-        line = "" if stage.is_local else fresh_line(launched, stage.name, stage.host)
+        line, short = ("", "") if stage.is_local else fresh_line(launched, stage.name, stage.host)
         if as_json:
-            click.echo(json.dumps({"event": "added", "name": stage.name, "host": stage.host, "command": line}))
+            event = {"event": "added", "name": stage.name, "host": stage.host, "command": line, "short": short}
+            click.echo(json.dumps(event))
         elif line:
-            click.echo(f"on {stage.host}, run:\n  {line}")
+            click.echo(f"on {stage.host}, run:\n  {line}\n  {for_a_while(short)}")
 
 
 def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bool, restarts: str) -> None:

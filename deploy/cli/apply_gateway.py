@@ -19,12 +19,12 @@ from relayline.deploy.launch.gateway.change import GatewayDifference, difference
 from relayline.deploy.launch.gateway.plan import stages_of
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
-from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.process_id import send_signal
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import MORE_SIGNAL
 from relayline.deploy.launch.tell import line_of
+from relayline.deploy.machine.ports import LOCALHOST
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway, write_gateway
 from relayline.wire.common.errors import StartError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from relayline.deploy.manifest.gateway import Member
 
 LOOK_EVERY_S = 0.3
+ANSWERING = (Phase.READY, Phase.SLEEPING, Phase.WAKING)  # of pipelines that get requests
 ALONE = "needs a new start, and no replica would answer meanwhile; `up` leaves it as it is"
 RESTARTS = "starts it again, after its running requests; its replicas answer meanwhile"
 
@@ -109,7 +110,7 @@ def _restarting(
 def replicas_of(launched: Launched, differs: GatewayDifference | None) -> dict[str, list[str]]:
     """Return the pipelines that answer for each other, by name. `differs`: with those that come before."""
     listed = fetch(launched.state.url, "/v1/pipeline", key_of(launched), ("pipelines",))["pipelines"]
-    models = {each["name"]: set(each["models"]) for each in listed if each["phase"] == "ready"}
+    models = {each["name"]: set(each["models"]) for each in listed if each["phase"] in ANSWERING}
     found = {
         each["name"]: [name for name, theirs in models.items() if name != each["name"] and theirs & {*each["models"]}]
         for each in listed
@@ -136,6 +137,8 @@ def _inner(plan: GatewayPlan, member: Member) -> tuple[Launch, StateDir]:
         ports, own = load_manifest(directory.manifest).spec.coordinator, wanted.spec.coordinator
         changes["coordinator.joinPort"] = own.join_port or ports.join_port
         changes["coordinator.enrolPort"] = own.enrol_port or ports.enrol_port
+        if relay_port := own.relay_port or ports.relay_port:
+            changes["coordinator.relayPort"] = relay_port
     manifest = named(at_home(with_usual_lanes(override(wanted, changes))), f"{plan.name}-{member.name}")
     return Launch(manifest, member.manifest.absolute(), plan.started.log_flags), directory
 

@@ -26,7 +26,7 @@ from relayline.deploy.cli.console_http import (
     refusal,
     unanswered,
 )
-from relayline.deploy.cli.options import FloatRange, IntRange, Name, is_given
+from relayline.deploy.cli.options import FloatRange, IntRange, Line, Name, is_given
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
 
@@ -64,6 +64,7 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 @click.argument("url", type=Name(), required=False, callback=chosen_url)
 @click.option(
     "--streams",
+    type=Line("n,..."),
     callback=_counts,
     default="1,2,4,8",
     show_default=True,
@@ -84,7 +85,12 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
     help="Tokens of each prompt.",
 )  # fmt: skip
 @click.option(
-    "--rate", type=float, callback=_rate, default=None, help="Instead of streams: requests per second, at random times."
+    "--rate",
+    type=FloatRange(),
+    metavar="N",
+    callback=_rate,
+    default=None,
+    help="Instead of streams: requests per second, at random times.",
 )
 @click.option("--requests", type=IntRange(1, REQUESTS_MAX), default=32, show_default=True, help="Requests with --rate.")
 @click.option(
@@ -97,7 +103,7 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 @click.option(
     "--top-p", type=FloatRange(0, 1, min_open=True), default=None, help="Of every answer, with --temperature."
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="Random seed of prompts and arrivals.")
+@click.option("--seed", type=IntRange(), default=1, show_default=True, help="Random seed of prompts and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @key_option
 def bench_command(url: str, as_json: bool, **given: Any) -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.paths import Directory
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import artifacts_dir
+from relayline.wire.common.units import MIB
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.cached import Kept
 
-MIB = 1 << 20
 DAY_S = 86_400.0
 KINDS = ("splits", "artifacts", "downloads")
 
@@ -26,7 +27,7 @@ KINDS = ("splits", "artifacts", "downloads")
 @click.option(
     "--cache",
     "directory",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Directory(),
     help="The directory that `stage --cache` names.",
 )
 @click.option("--clear", is_flag=True, help="Remove the listed files; they are made or fetched again when needed.")

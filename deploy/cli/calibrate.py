@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from relayline.deploy.cli.interrupts import EndAtOnce
-from relayline.deploy.cli.options import NamedPath, slice_options, threads_option
+from relayline.deploy.cli.options import slice_options, threads_option
+from relayline.deploy.cli.paths import FileToRead
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS, PAD_SEARCH_ROWS
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings
@@ -25,7 +26,7 @@ CLIFF = 1.3  # a step is named if its rows cost this many times as much as in th
 
 
 @click.command("calibrate", short_help="Measure a stage's cost curve.")
-@click.argument("artifact", type=NamedPath(path_type=Path))
+@click.argument("artifact", type=FileToRead())
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @slice_options

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relayline.deploy.cli.model import MODEL
-from relayline.deploy.cli.options import IntRange, log_options, parse_cuts
+from relayline.deploy.cli.options import IntRange, Line, log_options, parse_cuts
+from relayline.deploy.cli.paths import Directory
 from relayline.deploy.cli.setting_flags import setting_option, setting_options
 from relayline.wire.common import logs
 from relayline.wire.settings.setting import entry_of, from_parameters
@@ -42,6 +42,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @MODEL
 @click.option(
     "--cuts",
+    type=Line("layers"),
     callback=_parse_cuts_or_all,
     default="all",
     show_default=True,
@@ -57,6 +58,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @setting_option(entry_of(ServingSettings, "wire"), default="f32")
 @click.option(
     "--seeds",
+    type=Line("n,..."),
     callback=_parse_seeds,
     default="1",
     show_default=True,
@@ -64,7 +66,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 )
 @click.option("--steps", type=IntRange(16, 256), default=24, show_default=True, help="Decode steps per session.")
 @setting_options(EngineSettings, only=("ctx_tokens", "n_threads", "gpu_layers", "kv_type", "kv_layout"))
-@click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
+@click.option("--keep", type=Directory(), default=None, help="Keep the artifacts in this directory.")
 @click.option("--experimental", is_flag=True, help="Accept a model family that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @log_options

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import click
 
-from relayline.deploy.cli.options import Name, NamedPath
+from relayline.deploy.cli.options import IntRange, Line, Name
+from relayline.deploy.cli.paths import Directory
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import NAME, Identity, Role
 from relayline.wire.links.security import TOKEN_FILE, credential_host
 
-DIRECTORY = NamedPath(path_type=Path)
+DIRECTORY = Directory()
 
 
 @click.group("certs", short_help="Make and show the certificates of a pipeline.")
@@ -29,7 +30,13 @@ def certs_command() -> None:
 
 @certs_command.command("init")
 @click.argument("directory", type=DIRECTORY)
-@click.option("--name", default="relayline", show_default=True, help="Name of the pipeline, shown in the certificate.")
+@click.option(
+    "--name",
+    type=Line("name"),
+    default="relayline",
+    show_default=True,
+    help="Name of the pipeline, shown in the certificate.",
+)
 def init_command(directory: Path, name: str) -> None:
     """Make a CA (valid for ten years) and a join token in DIRECTORY. Never overwrites one."""
     from relayline.deploy.launch.certificates import CA_KEY_FILE, init_authority
@@ -61,11 +68,15 @@ def _one_role(coordinator: bool, stage: str, monitor: bool) -> tuple[Role, str]:
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host", type=Name())
 @click.option("--coordinator", is_flag=True, help="For the coordinator on HOST.")
-@click.option("--stage", default="", metavar="NAME", help="For the stage NAME on HOST.")
+@click.option("--stage", type=Line("name"), default="", help="For the stage NAME on HOST.")
 @click.option("--monitor", is_flag=True, help="For a Prometheus on HOST: it may only read the metrics of stages.")
-@click.option("--ip", "ips", multiple=True, callback=_addresses, help="Further IP address; may be repeated.")
-@click.option("--dns", multiple=True, help="Further DNS name, e.g. of a Kubernetes service; may be repeated.")
-@click.option("--days", type=int, default=365, show_default=True, help="Days until it expires.")
+@click.option(
+    "--ip", "ips", type=Line("address"), multiple=True, callback=_addresses, help="Further IP address; may be repeated."
+)
+@click.option(
+    "--dns", type=Line("name"), multiple=True, help="Further DNS name, e.g. of a Kubernetes service; may be repeated."
+)
+@click.option("--days", type=IntRange(), default=365, show_default=True, help="Days until it expires.")
 @click.option("--out", type=DIRECTORY, default=None, help="Where to put it [default: DIRECTORY/NAME].")
 def issue_command(
     directory: Path,
@@ -97,7 +108,7 @@ def issue_command(
 @certs_command.command("invite")
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host", type=Name())
-@click.option("--stage", required=True, metavar="NAME", help="The stage that HOST may become.")
+@click.option("--stage", type=Name("name"), required=True, help="The stage that HOST may become.")
 def invite_command(directory: Path, host: str, stage: str) -> None:
     """Print a token with which HOST gets its certificate from a coordinator: relayline join HOST:PORT TOKEN.
 
@@ -111,15 +122,15 @@ def invite_command(directory: Path, host: str, stage: str) -> None:
         raise UsageError(f"--stage {stage!r} is not a stage's name: use lower-case letters, digits and dashes")
     if not can_sign(directory):
         raise UsageError(f"{directory} has no CA with its key ({CA_KEY_FILE}); `relayline certs init` makes one")
-    click.echo(str(invite(directory, stage, host)))
+    click.echo(invite(directory, stage, host).token)
 
 
 @certs_command.command("revoke")
 @click.argument("directory", type=DIRECTORY)
 @click.option("--coordinator", is_flag=True, help="Credentials of coordinators.")
-@click.option("--stage", default="", metavar="NAME", help="Credentials of the stage of this name.")
+@click.option("--stage", type=Line("name"), default="", help="Credentials of the stage of this name.")
 @click.option("--monitor", is_flag=True, help="Credentials for reading metrics.")
-@click.option("--host", default="", help="Credentials of this host [default: of any host].")
+@click.option("--host", type=Line("host"), default="", help="Credentials of this host [default: of any host].")
 def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool, host: str) -> None:
     """Revoke credentials that the CA in DIRECTORY has issued; all others stay valid.
 

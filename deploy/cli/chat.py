@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
-from relayline.deploy.cli.options import FloatRange, IntRange
+from relayline.deploy.cli.options import FloatRange, IntRange, Line
 from relayline.wire.common.errors import ContextLengthError, RelaylineError, UsageError
 from relayline.wire.common.texts import printable
 
@@ -98,7 +98,7 @@ class Chat:
 @click.command("chat", short_help="Talk to a running pipeline in the terminal.")
 @click.argument("question", required=False)
 @click.option("--system", default="", help="System message, before every chat.")
-@click.option("--model", default="", help="Which model answers, where the server has several.")
+@click.option("--model", type=Line("name"), default="", help="Which model answers, where the server has several.")
 @click.option("--max-tokens", type=IntRange(1), default=None, help="Most tokens of one answer.")
 @click.option("--temperature", type=FloatRange(0, TEMPERATURE_MAX), default=None, help="0: always the likeliest token.")
 @url_option

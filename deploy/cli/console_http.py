@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from relayline.deploy.cli.options import Line
 from relayline.wire.common.errors import ContextLengthError, StartError, UsageError
 from relayline.wire.common.texts import printable_values, system_reason
 
@@ -69,17 +70,21 @@ def names_here(_: click.Context, __: click.Parameter, incomplete: str) -> list[s
 def url_option(command: Command) -> Command:
     """Add --url and --pipeline; without both it is the pipeline that runs on this machine."""
     command = click.option(
-        "--url", callback=chosen_url, envvar="RELAYLINE_URL",
+        "--url", type=Line("url"), callback=chosen_url, envvar="RELAYLINE_URL",
         help="The coordinator, or GATEWAY/pipelines/NAME [default: of the pipeline that runs here, else "
         f"{DEFAULT_URL}].",
     )(command)  # fmt: skip
     return click.option(
-        "--pipeline", is_eager=True, shell_complete=names_here, help="Name of a pipeline that runs here, not --url."
+        "--pipeline",
+        type=Line("name"),
+        is_eager=True,
+        shell_complete=names_here,
+        help="Name of a pipeline that runs here, not --url.",
     )(command)
 
 
 key_option = click.option(
-    "--api-key", default="", envvar=KEY_VARIABLE, show_envvar=True, callback=_chosen_key,
+    "--api-key", type=Line("key"), default="", envvar=KEY_VARIABLE, show_envvar=True, callback=_chosen_key,
     help="Key, where the server demands one.",
 )  # fmt: skip
 
@@ -155,15 +160,19 @@ def unanswered(url: str, error: Exception) -> StartError:
 class Coordinator:
     """Questions to one coordinator. An async context manager."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        self.url = base_url(url)
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s` for each answer."""
+        self.url, self._timeout_s = base_url(url), timeout_s
         self._headers = key_headers(api_key)
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Coordinator:
         import aiohttp
 
-        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(ssl=client_tls(self.url))
+        timeout, connector = (
+            aiohttp.ClientTimeout(total=self._timeout_s),
+            aiohttp.TCPConnector(ssl=client_tls(self.url)),
+        )
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
         return self
 

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.deploy.cli.batches import batches_line
 from relayline.deploy.cli.console_http import names_here
 from relayline.deploy.cli.options import FloatRange, IntRange, Name
+from relayline.deploy.cli.paths import Directory
 from relayline.deploy.cli.unequal import gateway_lines, unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import joined_dir
 from relayline.wire.common.texts import layer_range
+from relayline.wire.common.units import bytes_text
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.control import Launched
@@ -29,7 +32,7 @@ DOWN_TIMEOUT_S = 60.0  # a drain, and the stages' end after it
 
 state_dir_option = click.option(
     "--state-dir",
-    type=click.Path(path_type=Path),
+    type=Directory(),
     default=None,
     help="State directory of the pipeline [default: $XDG_STATE_HOME/relayline/NAME].",
 )
@@ -76,7 +79,7 @@ def _nothing_here() -> str:
 
 def _prefixes_line(facts: dict[str, int]) -> str:
     held = " and ".join(
-        f"{facts[key] / (1 << 20):,.0f} MiB {place}"
+        f"{bytes_text(facts[key])} {place}"
         for key, place in (("memory_bytes", "in memory"), ("disk_bytes", "on disk"))
         if facts[key]
     )
@@ -103,7 +106,10 @@ def _status_text(facts: dict[str, Any], width: int | None = None) -> str:
 def _joining_lines(pipeline: str, entry: dict[str, Any]) -> list[str]:
     """Return what to run so that a stage of another host joins. The line of one that was added later is not kept."""
     if entry["command"]:
-        return [f"on {entry['host']}, run:", f"  {entry['command']}"]
+        from relayline.deploy.launch.inviting import for_a_while
+
+        short = [f"  {for_a_while(entry['short'], entry['short_until_unix_s'])}"] if entry["short"] else []
+        return [f"on {entry['host']}, run:", f"  {entry['command']}", *short]
     fresh = f"relayline invite {entry['name']} --pipeline {pipeline}"
     return [f"on {entry['host']}, run the line that `up` printed for {entry['name']}; a new one:", f"  {fresh}"]
 
@@ -130,6 +136,8 @@ def _work_lines(facts: dict[str, Any]) -> list[str]:
         lines.append(f"requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
     elif facts["problem"]:
         lines.append(f"requests: {facts['problem']}")
+    if facts.get("batches") and (line := batches_line(facts["batches"])):
+        lines.append(line)
     prefixes = facts["prefixes"]
     if prefixes and (prefixes["stored"] or prefixes["prefixes"]):
         lines.append(_prefixes_line(prefixes))
@@ -245,8 +253,7 @@ async def _show(pipeline: Launched, names: list[str], n_lines: int, *, follow: b
     from relayline.deploy.launch.log_files import LogReader
 
     def show(name: str, line: str) -> None:
-        sys.stdout.write(f"[{name}] {line}\n" if len(names) > 1 else f"{line}\n")
-        sys.stdout.flush()
+        print(f"[{name}] {line}" if len(names) > 1 else line, flush=True)  # also where stdout is closed
 
     async def go_on(name: str, reader: LogReader) -> None:
         async for line in reader.follow():

@@ -12,7 +12,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from relayline.deploy.cli.options import FloatRange, NamedPath
+from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.paths import FileToRead
 
 if TYPE_CHECKING:
     from relayline.deploy.doctor.report import Finding
@@ -21,7 +22,7 @@ COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
 @click.command("doctor", short_help="Check this machine or a manifest, and name what is missing.")
-@click.argument("manifest", type=NamedPath(path_type=Path), required=False)
+@click.argument("manifest", type=FileToRead(), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of lines.")
 @click.option(
     "--timeout", type=FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Most seconds for each check."

@@ -4,8 +4,15 @@ to nothing, and all else only once SIGINT has its handler.
 
 from __future__ import annotations
 
-from relayline.deploy.cli.interrupts import EndAtOnce
+import os
+import sys
 
+from relayline.deploy.cli.interrupts import SUPERVISED, EndAtOnce, ignore_hangups
+
+# Before numpy is imported. Its OpenBLAS ends its threads when the process forks, and waits for them for ever where
+# another thread of ours has them compute: uvloop forks to start a process. Nothing here needs more than one thread,
+# whatever the environment says for other programs.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 _quietly = EndAtOnce()
 _quietly.__enter__()  # here, since the console script still has a few lines to go
 
@@ -13,6 +20,8 @@ _quietly.__enter__()  # here, since the console script still has a few lines to 
 def main() -> None:
     """Entry point of the console script."""
     _quietly.__enter__()
+    if SUPERVISED in sys.argv:
+        ignore_hangups()
     from relayline.deploy.cli import main as command
 
     _quietly.__exit__()

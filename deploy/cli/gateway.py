@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.deploy.cli.interrupts import ignore_hangups
 from relayline.deploy.cli.options import (
     Address,
+    IntRange,
+    Line,
     http_security_options,
     is_given,
     log_options,
     supervised_option,
     with_http_flags,
 )
-from relayline.deploy.cli.supervised import announce, watch_stdin
+from relayline.deploy.cli.paths import FileToRead
 from relayline.wire.common import logs
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.process import announce, end_with_stdin
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import ServingSettings
 
@@ -34,15 +37,26 @@ KEY_VARIABLE = "RELAYLINE_BACKEND_KEY"
     context_settings={"auto_envvar_prefix": "RELAYLINE"},
 )
 @click.option(
-    "--backend", "backends", multiple=True, metavar="[NAME=]URL",
+    "--backend", "backends", type=Line(), multiple=True, metavar="[NAME=]URL",
     help="A running pipeline, such as http://10.0.0.7:8080; may be repeated. Those of one model share its requests.",
 )  # fmt: skip
 @click.option(
-    "--manifest", type=click.Path(path_type=Path), default=None,
+    "--manifest", type=FileToRead(), default=None,
     help="A gateway's manifest whose pipelines all have `url`; instead of --backend.",
 )  # fmt: skip
-@click.option("--backend-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="API key of the pipelines.")
+@click.option(
+    "--backend-key",
+    type=Line("key"),
+    default="",
+    envvar=KEY_VARIABLE,
+    show_envvar=True,
+    help="API key of the pipelines.",
+)
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
+@click.option(
+    "--awake-max", type=IntRange(0), default=0, show_default=True,
+    help="How many pipelines may be awake at once; the gateway puts others to sleep. 0: all.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @http_security_options
 @log_options
@@ -59,7 +73,7 @@ def gateway_command(**given: Any) -> None:
 
     logs.setup("gateway", as_json=given["log_json"], verbose=given["verbose"])
     if given["exit_with_stdin"]:
-        watch_stdin()
+        end_with_stdin()
     if bool(given["backends"]) == (given["manifest"] is not None):
         raise UsageError("give either --backend, once for each pipeline, or --manifest")
     if given["manifest"] is not None:
@@ -72,6 +86,10 @@ def gateway_command(**given: Any) -> None:
             tuple(_backend(text, at, given["backend_key"]) for at, text in enumerate(given["backends"]))
         )
     config = gateway_with_flags(config, given, has_address=is_given("http"))
+    if is_given("awake_max"):
+        config = dataclasses.replace(config, awake_max=given["awake_max"])
+    if config.http.api_keys_file is not None:
+        ignore_hangups()
     names = [each.name for each in config.backends]
 
     async def main(stopping: Any) -> None:

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 import click
 
+from relayline.deploy.cli.paths import FileToRead, FileToWrite, write_text
 from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.manifest.schema import SCHEMA_FILE
 from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, starter_text
-from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.units import GIB, bytes_text
 from relayline.wire.common.usable_cores import usable_cores
-
-GIB = 1 << 30
 
 
 @click.command("init", short_help="Write a commented manifest for this machine.")
-@click.option("--model", type=click.Path(path_type=Path), default=None, help="GGUF file, or its first shard.")
+@click.option("--model", type=FileToRead(), default=None, help="GGUF file, or its first shard.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), default=Path("pipeline.yaml"), show_default=True,
+    "--output", type=FileToWrite(may_be_stdout=True), default=Path("pipeline.yaml"), show_default=True,
     help="File to write; - for stdout.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the file if there is one.")
 def init_command(model: Path | None, output: Path, force: bool) -> None:
     """Write a manifest with two stages on this machine, ready for `relayline plan` and `relayline up`."""
     is_stdout = str(output) == "-"
+    if not (is_stdout or force) and os.path.lexists(output):
+        raise UsageError(f"{output} already exists; give --force to replace it, or another --output")
     text = starter_text(machine_facts(), _choice(model, Path() if is_stdout else output.parent), str(SCHEMA_FILE))
     # A file name that is not text (surrogates) is refused by the reader like any other wrong value.
     parse_manifest(text.encode("utf-8", "surrogateescape"), str(output))
     if is_stdout:
         click.echo(text, nl=False)
         return
-    try:
-        with output.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UsageError(f"{output} already exists; give --force to replace it, or another --output") from None
-    except OSError as error:
-        if error.errno == errno.ENOSPC and not force:
-            output.unlink(missing_ok=True)  # half of it
-        raise StartError(f"{output}: {error.strerror}") from error
+    write_text(output, text)
     click.echo(f"wrote {output}; next: relayline plan {output}")
 
 
@@ -57,24 +50,18 @@ def machine_facts() -> MachineFacts:
 
 
 def _choice(model: Path | None, directory: Path) -> ModelChoice:
-    """Name the model relative to the manifest if it is below that directory. Raises UsageError, ModelFileError."""
+    """Name the model relative to the manifest if it is below that directory. Raises ModelFileError."""
     if model is None:
         return ModelChoice("model.gguf", "Put your GGUF file's path here; for a sharded model, its first file.")
-    if not model.is_file():
-        raise UsageError(f"--model {model} is not a file")
     from relayline.coordinator.model.inspection import inspect_model
 
     facts = inspect_model(model)
-    about = f"{facts.architecture}, {facts.n_layers} layers, {_size(facts.file_bytes)}"
+    about = f"{facts.architecture}, {facts.n_layers} layers, {bytes_text(facts.file_bytes)}"
     absolute, base = model.resolve(), directory.resolve()
     path = absolute.relative_to(base) if absolute.is_relative_to(base) else absolute
     if not facts.supported:
         about += f"; not supported: {facts.refusal}"
     return ModelChoice(str(path), _printable(about))
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / (1 << 20):.1f} MiB"
 
 
 def _printable(text: str) -> str:

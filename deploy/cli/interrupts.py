@@ -1,6 +1,8 @@
 """Ctrl-C where Python's KeyboardInterrupt is of no use: while modules are imported its traceback would be
 printed, and in a callback that llama.cpp calls it would be lost.
 
+SIGHUP makes a coordinator or a gateway read its API keys again. One that comes before there are any must not end it.
+
 It imports only what Python itself has loaded when it starts, or nearly.
 """
 
@@ -11,6 +13,14 @@ import signal
 import types
 
 INTERRUPTED = 130  # the exit code that shells give for SIGINT
+
+
+SUPERVISED = "--exit-with-stdin"  # the flag of a process that ends with the one that started it
+
+
+def ignore_hangups() -> None:
+    """SIGHUP does nothing, until something wants to hear of it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _end(_number: int, _frame: types.FrameType | None) -> None:

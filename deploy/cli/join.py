@@ -1,46 +1,85 @@
-"""`relayline join`: this host becomes a stage of a pipeline with one line. `relayline invite` prints that line."""
+"""`relayline join`: this host becomes a stage of a pipeline with a code or one line."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from relayline.deploy.cli.join_flags import stage_telemetry
-from relayline.deploy.cli.options import Address, CoreList, Name, log_options, telemetry_options, threads_option
+from relayline.deploy.cli.interrupts import SUPERVISED
+from relayline.deploy.cli.join_flags import relay_option, stage_telemetry
+from relayline.deploy.cli.options import (
+    Address,
+    CoreList,
+    Line,
+    log_options,
+    telemetry_options,
+    threads_option,
+)
+from relayline.deploy.cli.paths import Directory
 from relayline.deploy.cli.stage import check_before_load, on_stage_idle, on_stage_ready
-from relayline.deploy.cli.supervised import watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.places import joined_dir
+from relayline.wire.common.process import end_with_stdin
+from relayline.wire.links import enrolment
+from relayline.wire.links.announcement import NONE_NEARBY
 from relayline.wire.links.enrolment import read_token
+from relayline.wire.links.join_code import JoinCode, is_code_like, read_code
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, host_of, load_security
 
 if TYPE_CHECKING:
     from relayline.stage.joining.config import JoinConfig
-    from relayline.stage.joining.enrol import Joined
+    from relayline.stage.joining.enrol import Joined, JoinedFile, PendingFile
+    from relayline.wire.links.announcement import Announcement
+
+log = logging.getLogger("relayline.stage")
 
 
-@click.command("join", short_help="Make this host a stage of a pipeline, with the line that `up` printed.")
-@click.argument("address", type=Address(), metavar="[HOST:PORT]", required=False)
-@click.argument("token", required=False)
-@click.option("--name", default="", help="Without TOKEN: the stage to run, if this host has joined as several.")
+class AddressOrCode(Address):
+    """HOST:PORT, HOST for the port where hosts get their certificates, or a join code. Converts to (host, port) or to a
+    JoinCode.
+    """
+
+    name = "host or code"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Split and check one of them. Raises UsageError for a code with too few digits."""
+        text = value if isinstance(value, str) else ""
+        if is_code_like(text):
+            return read_code(text)
+        is_bare = text and (":" not in text or text.endswith("]"))
+        return super().convert(f"{text}:{enrolment.PORT}" if is_bare else value, param, ctx)
+
+
+@click.command("join", short_help="Make this host a stage of a pipeline, with the code or the line that `up` printed.")
+@click.argument("address", type=AddressOrCode(), metavar="[HOST[:PORT]]", required=False)
+@click.argument("token", type=Line(), metavar="[CODE|TOKEN]", required=False)
+@click.option(
+    "--name",
+    type=Line("name"),
+    default="",
+    help="Without CODE or TOKEN: the stage to run, if this host has joined as several.",
+)
 @click.option("--listen", type=Address(), help="Where others connect [default: this host's address towards HOST].")
 @click.option(
-    "--advertise", default="", help="Address that others connect to [default: the one that the coordinator sees]."
+    "--advertise",
+    type=Line("host"),
+    default="",
+    help="Address that others connect to [default: the one that the coordinator sees].",
 )
+@relay_option
 @click.option(
     "--metrics", type=Address(), help="Where to serve Prometheus metrics [default: the coordinator's choice]."
 )
-@click.option(
-    "--cache", type=click.Path(path_type=Path, file_okay=False), help="Where fetched layers are kept [default: cache]."
-)
+@click.option("--cache", type=Directory(), help="Where fetched layers are kept [default: cache].")
 @click.option(
     "--state",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Directory(),
     help="Where key and certificate are kept [default: this user's state directory].",
 )
 @threads_option
@@ -52,18 +91,27 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @telemetry_options
 @log_options
-@click.option("--exit-with-stdin", is_flag=True, hidden=True)
+@click.option(SUPERVISED, is_flag=True, hidden=True)
 def join_command(**given: Any) -> None:
-    """Get a certificate from the coordinator at HOST:PORT with TOKEN, then fetch layers and compute until SIGINT.
+    """Get a certificate from a coordinator, then fetch layers and compute until SIGINT.
 
-    `relayline up` prints the whole line for each host. The private key is made here. The token works once, for this
-    host. After that, run the same line, or just `relayline join`, to join again.
+    `relayline up` prints two lines for each host. `relayline join CODE`, such as 482-177-309, finds the pipeline on the
+    local network; the code is good for 30 minutes. `relayline join HOST CODE` works from other networks too, and where
+    multicast is blocked. `relayline join HOST:PORT TOKEN` is good for a day.
+
+    The private key is made here. Code and token work once, for this host. After that, just `relayline join` joins
+    again, also if the first run was interrupted.
     """
+    from relayline.stage.joining.config import check_relayed
     from relayline.stage.joining.join import run_joined
 
     logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
     check_before_load(given)  # before the token is used up, too
+    if given["is_relayed"]:
+        check_relayed(given["listen"] is not None, given["advertise"])
     root = given["state"] or joined_dir()
+    if (code := _code(given)) is not None:
+        _put_line(given, code)
     try:
         joined = _joined(given, root)
     except OSError as error:
@@ -75,13 +123,60 @@ def join_command(**given: Any) -> None:
     if given["cores"]:
         keep_to(given["cores"])
     if given["exit_with_stdin"]:
-        watch_stdin()
+        end_with_stdin()
     given["name"] = joined.file.name
+    if given["is_relayed"] is None:
+        given["is_relayed"] = joined.file.is_relayed
     run_joined(_config(given, joined), on_stage_ready(given), stage_telemetry(given), on_stage_idle(given))
 
 
+def _code(given: dict[str, Any]) -> JoinCode | None:
+    """Return the code among the arguments. Raises UsageError for one in a wrong place, or with too few digits."""
+    if isinstance(given["address"], JoinCode):
+        if given["token"]:
+            raise UsageError("give the host before the code: relayline join HOST CODE")
+        return given["address"]
+    return read_code(given["token"]) if is_code_like(given["token"] or "") else None
+
+
+def _put_line(given: dict[str, Any], code: JoinCode) -> None:
+    """Put what the long line says in the place of a code. Raises as `holder_of` and `invited`."""
+    from relayline.stage.joining.by_code import Coordinator, holder_of, invited
+    from relayline.stage.joining.config import check_relayed
+
+    is_given = not isinstance(given["address"], JoinCode)
+    if is_given:
+        at = Coordinator(*given["address"])
+    else:
+        found = _nearby()
+        at = holder_of(
+            code, [(each.pipeline, [Coordinator(host, each.port) for host in each.addresses]) for each in found]
+        )
+    invitation = invited(code, at)
+    token = read_token(invitation.token)
+    log.info("invited to pipeline %s as %s", invitation.pipeline, token.name)
+    if not is_given:
+        given["address"] = Address().convert(invitation.address, None, None)
+    given["token"] = invitation.token
+    if given["is_relayed"] is None and invitation.is_relayed:
+        check_relayed(given["listen"] is not None, given["advertise"])
+        given["is_relayed"] = True
+
+
+def _nearby() -> list[Announcement]:
+    """Return the pipelines on the local network. Raises StartError where there is none."""
+    from relayline.stage.joining.nearby import pipelines_nearby
+
+    found = pipelines_nearby()
+    if not found:
+        raise StartError(f"{NONE_NEARBY}; give its address: relayline join HOST CODE")
+    return found
+
+
 def _joined(given: dict[str, Any], root: Path) -> Joined:
-    """Return the membership to take up: a new one by the token, else one of those that this host has."""
+    """Return the membership to take up: a new one by the token, else one that this host has begun with and was
+    interrupted, else one of those that it has.
+    """
     from relayline.stage.joining.enrol import enrol, renewed
 
     if given["token"]:
@@ -89,10 +184,35 @@ def _joined(given: dict[str, Any], root: Path) -> Joined:
         if given["name"] not in ("", token.name):
             raise UsageError(f"the token is for stage {token.name}, not for {given['name']}; leave out --name")
         host, port = given["address"]
-        return enrol(host, port, token, root, given["advertise"])
+        return enrol(host, port, token, root, given["advertise"], is_relayed=bool(given["is_relayed"]))
     address = address_of(*given["address"]) if given["address"] is not None else ""
+    if (line := _begun(root, given["name"], address)) is not None:
+        log.info("going on to join %s as %s, which was interrupted", line.enrol, line.name)
+        is_relayed = line.is_relayed if given["is_relayed"] is None else given["is_relayed"]
+        host, port = host_of(line.enrol), int(line.enrol.rpartition(":")[2])
+        advertise = given["advertise"] or line.advertise
+        return enrol(host, port, read_token(line.token), root, advertise, is_relayed=is_relayed)
     known = chosen(root, given["name"], address)
-    return renewed(known, host_of(known.file.enrol), int(known.file.enrol.rpartition(":")[2]), given["advertise"])
+    is_relayed = known.file.is_relayed if given["is_relayed"] is None else given["is_relayed"]
+    host, port = host_of(known.file.enrol), int(known.file.enrol.rpartition(":")[2])
+    return renewed(known, host, port, given["advertise"], is_relayed=is_relayed)
+
+
+def _begun(root: Path, name: str, address: str) -> PendingFile | None:
+    """Return the one join line that this host has begun with, if there is one. Raises UsageError for several."""
+    from relayline.stage.joining.enrol import unfinished
+
+    found = [line for line in unfinished(root) if _fits(line, name, address)]
+    if len(found) > 1:
+        known = ", ".join(f"{line.name} at {line.enrol}" for line in found)
+        raise UsageError(
+            f"this host has begun to join as {known}; name one of them: relayline join HOST:PORT --name NAME"
+        )
+    return found[0] if found else None
+
+
+def _fits(file: JoinedFile | PendingFile, name: str, address: str) -> bool:
+    return name in ("", file.name) and address in ("", file.enrol, getattr(file, "coordinator", ""))
 
 
 def chosen(root: Path, name: str = "", address: str = "") -> Joined:
@@ -100,17 +220,16 @@ def chosen(root: Path, name: str = "", address: str = "") -> Joined:
     from relayline.stage.joining.enrol import memberships
 
     found = memberships(root)
-    fits = [
-        one for one in found if name in ("", one.file.name) and address in ("", one.file.enrol, one.file.coordinator)
-    ]
+    fits = [one for one in found if _fits(one.file, name, address)]
     if len(fits) == 1:
         return fits[0]
-    known = ", ".join(f"{one.file.name} at {one.file.enrol}" for one in fits or found) or "nothing yet"
+    known = ", ".join(f"{one.file.name} at {one.file.enrol}" for one in fits or found)
     if fits:
         raise UsageError(f"this host has joined as {known}; name one of them")
+    problem = f"has not joined that pipeline, only {known}" if known else "has not joined a pipeline yet"
     raise UsageError(
-        f"this host has not joined that pipeline (it has joined {known}); give the whole line that `relayline up` "
-        "printed: relayline join HOST:PORT TOKEN"
+        f"this host {problem}; give the code or the whole line that `relayline up` printed: relayline join CODE, or "
+        "relayline join HOST:PORT TOKEN"
     )
 
 
@@ -119,35 +238,3 @@ def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
 
     security = load_security(joined.directory, role=Role.STAGE, name=joined.file.name)
     return join_config(given, joined.file.coordinator, joined.file.name, given["listen"], security)
-
-
-@click.command("invite", short_help="Print a new join line for a host of a pipeline that runs here.")
-@click.argument("stage", type=Name())
-@click.option("--pipeline", default=None, help="Name of the pipeline, if several run here.")
-@click.option("--host", default="", help="Address of a machine that the manifest does not name.")
-@click.option("--spare", "is_spare", is_flag=True, help="With --host: the new stage stands by, without layers.")
-@click.option("--state-dir", type=click.Path(path_type=Path, file_okay=False), help="State directory of the pipeline.")
-def invite_command(stage: str, pipeline: str | None, host: str, state_dir: Path | None, *, is_spare: bool) -> None:
-    """Print a new line with which STAGE joins from its host, if the last one has expired or was used, or the host's
-    disk is gone.
-
-    With --host, STAGE may be new: it joins the running pipeline and gets layers, unless --spare lets it stand by. Add
-    it to the manifest too, so that the next start knows it. If the manifest fixes `layers`, only a spare can join.
-
-    The line printed before no longer works. A certificate from it stays valid until `relayline certs revoke`.
-    """
-    from relayline.deploy.cli.drain import is_known, let_join
-    from relayline.deploy.launch.control import find
-    from relayline.deploy.launch.inviting import check_shares, fresh_line
-
-    if is_spare and not host:
-        raise UsageError("--spare is for a new stage; give its address too: --host ADDRESS")
-    found = find(pipeline, state_dir)
-    if found is None:
-        raise UsageError("no pipeline runs here; `relayline up MANIFEST` starts one and prints the line of each host")
-    if host and not is_spare and found.is_running and found.state.url and not is_known(found, stage):
-        check_shares(found, stage)
-    line = fresh_line(found, stage, host)
-    if host:
-        let_join(found, stage, is_spare=is_spare)
-    click.echo(line)

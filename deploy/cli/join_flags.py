@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from relayline.deploy.cli.options import Address, AddressList, is_given, telemetry_config
+from relayline.deploy.cli.options import Address, AddressList, Line, is_given, telemetry_config
+from relayline.deploy.cli.paths import Directory, DirectoryToRead, FileToRead, FileToWrite, PathToRead
+from relayline.deploy.launch.serving import read_manifest
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import artifacts_dir
 from relayline.wire.links.security import LinkSecurity, address_of
 from relayline.wire.settings.setting import Reader, entries, from_parameters
-from relayline.wire.settings.table import EngineSettings, TelemetrySettings
+from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 if TYPE_CHECKING:
     from relayline.coordinator.config import Joinable
     from relayline.coordinator.engine.membership import Place
     from relayline.coordinator.joining.config import EnrolConfig, JoinConfig, PoolState
+    from relayline.deploy.manifest import Manifest
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.config import JoinConfig as StageJoinConfig
     from relayline.wire.model_files.adapters import Adapter
@@ -33,21 +35,71 @@ ENGINE_FLAGS = tuple(entry.parameter for entry in entries(EngineSettings) if ent
 SET_BY_ORDER = (*(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins), "no_verify", "lora")
 
 
+relay_option = click.option(
+    "--relay/--no-relay",
+    "is_relayed",
+    default=None,
+    help="Nobody can connect to this host (NAT, firewall): let others reach it through the coordinator's host.",
+)
+
+
+def serve_split_options(command: Command) -> Command:
+    """Add the coordinator's flags of what it serves, and of the files in which it remembers who has which layers."""
+    for option in (
+        click.option("--fixed", type=Line(), default="", hidden=True),
+        click.option("--settle", type=FileToWrite(), hidden=True),
+        click.option(
+            "--plan-file",
+            type=FileToWrite(),
+            help="File that remembers why each stage has its layers. With it, layers that the manifest leaves open are "
+            "planned from the measurements of joining hosts.",
+        ),
+        click.option(
+            "--keep-layers",
+            type=FileToWrite(),
+            help="File that remembers moved layers, so that a restarted coordinator goes on with them.",
+        ),
+        click.option("--model", type=PathToRead(), help="The model that was split. Needed to move layers."),
+        click.option("--pipeline", "directory", type=DirectoryToRead(), help="Directory that `split` wrote."),
+        click.option(
+            "--manifest",
+            type=FileToRead(),
+            is_eager=True,
+            callback=read_manifest,
+            help="Take model, stages and settings from a manifest; flags win over it.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 def serve_join_options(command: Command) -> Command:
     """Add the coordinator's flags: given addresses, or stages that join. The engine flags apply to the latter."""
     for option in (
-        click.option("--names", default="", help="Names of the stages, in layer order [default: stage-0,...]."),
+        click.option(
+            "--names",
+            type=Line("name,..."),
+            default="",
+            help="Names of the stages, in layer order [default: stage-0,...].",
+        ),
         click.option(
             "--spares",
+            type=Line("name,..."),
             default="",
             help="Names of spares: stages that hold layers only in place of a lost or drained one.",
         ),
         click.option(
             "--authority",
-            type=click.Path(path_type=Path, file_okay=False),
+            type=DirectoryToRead(),
             help="With --enrol-listen: directory of the CA that signs.",
         ),
         click.option("--enrol-listen", type=Address(), help="Where hosts get certificates with `relayline join`."),
+        click.option(
+            "--relay-listen",
+            type=Address(),
+            help="With --join-listen: where the tunnels of stages end that are started with --relay "
+            "[default: the same host, a port that the system chooses].",
+        ),
         click.option("--join-listen", type=Address(), help="Instead of --stages: where stages join."),
         click.option("--stages", type=AddressList(), help="Stage addresses in layer order."),
     ):
@@ -63,18 +115,21 @@ def stage_join_options(command: Command) -> Command:
         ),
         click.option(
             "--advertise",
+            type=Line("host"),
             default="",
             help="Address that others connect to [default: the one that the coordinator sees].",
         ),
+        relay_option,
+        click.option("--cache", type=Directory(), help="Where fetched artifacts are kept."),
         click.option(
-            "--cache", type=click.Path(path_type=Path, file_okay=False), help="Where fetched artifacts are kept."
+            "--token",
+            type=Line("token"),
+            default="",
+            help="With --join: the join token. Beware: others can see it in the process list.",
         ),
-        click.option(
-            "--token", default="", help="With --join: the join token. Beware: others can see it in the process list."
-        ),
-        click.option("--name", default="", help="With --join: this stage's name in the pipeline."),
+        click.option("--name", type=Line("name"), default="", help="With --join: this stage's name in the pipeline."),
         click.option("--join", "coordinator", type=Address(), help="Get settings and artifact from this coordinator."),
-        click.option("--artifact", type=click.Path(path_type=Path), help="This stage's GGUF file from `split`."),
+        click.option("--artifact", type=FileToRead(), help="This stage's GGUF file from `split`."),
     ):
         command = option(command)
     return command
@@ -98,6 +153,7 @@ def coordinator_join(
     """
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage
+    from relayline.coordinator.relay.config import RelayConfig
 
     check_join_flags(given)
     if given["join_listen"] is None:
@@ -112,13 +168,28 @@ def coordinator_join(
     stages += [
         JoiningStage(name, engine, is_spare=name in added_spares) for name in added if name not in (*names, *spares)
     ]
-    return JoinConfig(tuple(stages), host, port, enrol=_enrol(given), adapters=adapters, known=known)
+    relay = RelayConfig(*(given["relay_listen"] or (host, 0)))
+    fixed, enrol = fixed_stages(given), _enrol(given)
+    return JoinConfig(tuple(stages), host, port, relay=relay, enrol=enrol, adapters=adapters, known=known, fixed=fixed)
+
+
+def fixed_stages(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the stages whose layers the user fixed. A settled manifest has those of all stages; `up` names them."""
+    if given["settle"] is not None:
+        return tuple(given["fixed"].split(",")) if given["fixed"] else ()
+    manifest: Manifest | None = given["manifest"]
+    if manifest is None:
+        return ()
+    return tuple(stage.name for stage in manifest.stages if stage.layer_range is not None)
 
 
 def check_join_flags(given: dict[str, Any]) -> None:
-    """Raise UsageError for flags of `serve` that say nothing or too much about how stages join, and for a CA that is
-    none.
+    """Raise UsageError for flags of `serve` that say nothing or too much about how stages join, for a CA that is none,
+    and for files that cannot be kept.
     """
+    from relayline.deploy.launch.checks import check_kept_files
+
+    check_kept_files(("--keep-layers", given["keep_layers"]), ("--plan-file", given["plan_file"]))
     if given["enrol_listen"] is not None and (given["join_listen"] is None or given["tls_dir"] is None):
         raise UsageError("--enrol-listen needs --join-listen and --tls DIR")
     if (given["join_listen"] is None) == (given["stages"] is None):
@@ -126,6 +197,8 @@ def check_join_flags(given: dict[str, Any]) -> None:
     if given["join_listen"] is None:
         if given["spares"]:
             raise UsageError("--spares is for stages that join; it needs --join-listen")
+        if given["relay_listen"] is not None:
+            raise UsageError("--relay-listen is for stages that join; it needs --join-listen")
         if engine_flags := _explicit(given, ENGINE_FLAGS):
             raise UsageError(f"{engine_flags[0]} is for stages that join; it needs --join-listen")
     _enrol(given)
@@ -140,17 +213,35 @@ def _enrol(given: dict[str, Any]) -> EnrolConfig | None:
     from relayline.coordinator.joining.config import EnrolConfig
     from relayline.deploy.launch.invitations import SigningAuthority
 
-    return EnrolConfig(SigningAuthority(given["authority"]), *given["enrol_listen"])
+    manifest = given["manifest"]
+    host, port = given["enrol_listen"]
+    return EnrolConfig(
+        SigningAuthority(given["authority"]),
+        host,
+        port,
+        pipeline=manifest.name if manifest is not None else "",
+        model=_model_name(manifest) if manifest is not None else "",
+        announce=from_parameters(ServingSettings, given).announce,
+    )
+
+
+def _model_name(manifest: Manifest) -> str:
+    model = manifest.spec.model
+    return (model.path or model.hf or "").rpartition("/")[2].removesuffix(".gguf")
 
 
 def given_names(given: dict[str, Any]) -> tuple[str, ...]:
     """Return the stages' names in layer order, none where the user gave none."""
-    return tuple(name.strip() for name in given["names"].split(",")) if given["names"] else ()
+    return _names(given["names"])
 
 
 def given_spares(given: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the stages that hold layers only in the place of another one."""
-    return tuple(name.strip() for name in given["spares"].split(",")) if given["spares"] else ()
+    return _names(given["spares"])
+
+
+def _names(listed: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(",")) if listed else ()
 
 
 def joinable_event(joinable: Joinable) -> dict[str, Any]:
@@ -186,7 +277,7 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
     if (given["coordinator"] is None) == (given["artifact"] is None):
         raise UsageError("give either --artifact FILE, or --join HOST:PORT --name NAME to get one")
     if given["coordinator"] is None:
-        for flag in _explicit(given, ("name", "cache", "advertise", "always_fetch")):
+        for flag in _explicit(given, ("name", "cache", "advertise", "always_fetch", "is_relayed")):
             raise UsageError(f"{flag} belongs to --join")
         return None
     for flag in _explicit(given, SET_BY_ORDER):
@@ -212,6 +303,7 @@ def join_config(
         own_settings=own_settings(given),
         always_fetch=given["always_fetch"],
         security=security,
+        is_relayed=bool(given["is_relayed"]),
     )
 
 

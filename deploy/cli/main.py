@@ -33,8 +33,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "move": ("relayline.deploy.cli.move", "move_command"),
     "drain": ("relayline.deploy.cli.drain", "drain_command"),
     "uncordon": ("relayline.deploy.cli.drain", "uncordon_command"),
+    "sleep": ("relayline.deploy.cli.sleep", "sleep_command"),
+    "wake": ("relayline.deploy.cli.sleep", "wake_command"),
+    "cancel": ("relayline.deploy.cli.steer", "cancel_command"),
+    "trace-level": ("relayline.deploy.cli.steer", "trace_level_command"),
     "logs": ("relayline.deploy.cli.control", "logs_command"),
     "chat": ("relayline.deploy.cli.chat", "chat_command"),
+    "batch": ("relayline.deploy.cli.batch", "batch_command"),
     "down": ("relayline.deploy.cli.control", "down_command"),
     "doctor": ("relayline.deploy.cli.doctor", "doctor_command"),
     "render": ("relayline.deploy.cli.render", "render_command"),
@@ -44,7 +49,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate": ("relayline.deploy.cli.calibrate", "calibrate_command"),
     "certify": ("relayline.deploy.cli.certify", "certify_command"),
     "join": ("relayline.deploy.cli.join", "join_command"),
-    "invite": ("relayline.deploy.cli.join", "invite_command"),
+    "nearby": ("relayline.deploy.cli.nearby", "nearby_command"),
+    "invite": ("relayline.deploy.cli.invite", "invite_command"),
     "service": ("relayline.deploy.cli.service", "service_command"),
     "stage": ("relayline.deploy.cli.stage", "stage_command"),
     "serve": ("relayline.deploy.cli.serve", "serve_command"),
@@ -61,11 +67,25 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 # How --help lists them; a command of no group comes last.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Run a pipeline": ("up", "chat", "demo", "init", "plan", "doctor"),
-    "Look after it": ("status", "move", "drain", "uncordon", "restart", "logs", "top", "trace", "down"),
+    "Run a pipeline": ("up", "chat", "batch", "demo", "init", "plan", "doctor"),
+    "Look after it": (
+        "status",
+        "move",
+        "drain",
+        "uncordon",
+        "sleep",
+        "wake",
+        "restart",
+        "logs",
+        "top",
+        "trace",
+        "trace-level",
+        "cancel",
+        "down",
+    ),
     "Measure": ("bench", "report", "calibrate", "certify"),
     "Models": ("pull", "inspect", "split", "cache"),
-    "Several machines": ("join", "invite", "service", "stage", "serve", "gateway", "certs", "render"),
+    "Several machines": ("join", "nearby", "invite", "service", "stage", "serve", "gateway", "certs", "render"),
 }
 OTHERS = "More"
 
@@ -150,7 +170,8 @@ def main() -> None:
         click.echo(error.format_message(), err=True)
         sys.exit(2)
     except click.UsageError as error:
-        if error.ctx is not None:
+        is_value = isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter)
+        if error.ctx is not None and not is_value:  # a wrong value takes one line, as a wrong file does
             click.echo(error.ctx.get_usage(), err=True)
         source = variable_of(error.param, error.ctx) if isinstance(error, click.BadParameter) else ""
         _end(2, f"{explained(error, sys.argv[1:])}{source}")

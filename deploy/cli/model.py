@@ -18,26 +18,28 @@ from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
-from relayline.deploy.cli.options import NamedPath, parse_cuts
+from relayline.deploy.cli.options import IntRange, Line, parse_cuts
+from relayline.deploy.cli.paths import Directory, NamedPath
 from relayline.deploy.models.model_source import is_on_hub, local_model
 from relayline.deploy.models.progress import progress_bar
 from relayline.deploy.models.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
-from relayline.wire.common.errors import ModelFileError
+from relayline.wire.common.errors import UsageError
 from relayline.wire.common.texts import layer_range
+from relayline.wire.common.units import bytes_text
 from relayline.wire.settings.table import EngineSettings
 
 KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
 
 
 def _model_here(_: click.Context, __: click.Parameter, named: str) -> Path:
-    """Return the only or first file of a model on this machine. Raises ModelFileError."""
+    """Return the only or first file of a model on this machine. Raises UsageError."""
     if is_on_hub(named):
-        raise ModelFileError(f"{named}: no such file; `relayline pull {named}` loads it from the hub")
+        raise UsageError(f"{named}: no such file; `relayline pull {named}` loads it from the hub")
     return local_model(named)
 
 
-MODEL = click.argument("model", type=NamedPath(), callback=_model_here)
+MODEL = click.argument("model", type=NamedPath(as_text=True), callback=_model_here)
 
 
 @click.command("inspect", short_help="Show a model's layers, sizes and legal cuts.")
@@ -65,6 +67,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "model_name": facts.model_name,
         "layers": facts.n_layers,
         "prediction_layers": facts.n_prediction_layers,
+        "prediction_bytes": facts.prediction.size_bytes if facts.prediction else 0,
         "width": facts.n_embd,
         "row_widths": list(facts.row_widths),
         "layer_inputs": facts.sidebands.layer_inputs,
@@ -107,10 +110,11 @@ def _devices_of(facts: ModelFacts) -> str:
     """Return where the weights lie when a GPU has all layers."""
     experts = _experts(facts)
     weights = sum(facts.layer_bytes) + facts.head_bytes
-    text = f"{_size(weights)} and KV in the GPU's memory, the embedding's {_size(facts.embedding_bytes)} in the host's"
+    embedding = bytes_text(facts.embedding_bytes)
+    text = f"{bytes_text(weights)} and KV in the GPU's memory, the embedding's {embedding} in the host's"
     if not experts:
         return text
-    return f"{text}; --n-cpu-moe {facts.n_layers} leaves {_size(sum(experts))} of experts there too"
+    return f"{text}; --n-cpu-moe {facts.n_layers} leaves {bytes_text(sum(experts))} of experts there too"
 
 
 def _states_of(facts: ModelFacts) -> dict[str, str]:
@@ -120,12 +124,12 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
     counts = collections.Counter(facts.kinds or ATTENDS * facts.n_layers)
     kinds = ", ".join(f"{count} {KIND_WORDS[kind]}" for kind, count in counts.items())
     each = max(facts.state_bytes_per_lane)
-    total = _size(sum(facts.state_bytes_per_lane))
+    total = bytes_text(sum(facts.state_bytes_per_lane))
     n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
     drafts = "--rewind-rows N, each as much again" if facts.rewinds_states else "none: its states cannot be rewound"
     return {
         "layer kinds": kinds,
-        "state per lane": f"{total} (f32); {_size(each)} in each layer that has one; {n_lanes} lanes by default",
+        "state per lane": f"{total} (f32); {bytes_text(each)} in each layer that has one; {n_lanes} lanes by default",
         "drafts": drafts,
     }
 
@@ -139,7 +143,7 @@ def _windows_of(facts: ModelFacts) -> dict[str, str]:
         n_bytes for n_bytes, is_windowed in zip(facts.kv_bytes_per_token, facts.windows, strict=True) if is_windowed
     )
     text = f"{n_windowed} of {facts.n_layers} layers read the last {facts.window_tokens} tokens alone"
-    return {"windows": f"{text}; {_size(kept)} of the KV per token is theirs"}
+    return {"windows": f"{text}; {bytes_text(kept)} of the KV per token is theirs"}
 
 
 def _width_of(facts: ModelFacts) -> str:
@@ -150,12 +154,12 @@ def _width_of(facts: ModelFacts) -> str:
 
 
 def _embedding_of(facts: ModelFacts) -> str:
-    text = _size(facts.embedding_bytes)
+    text = bytes_text(facts.embedding_bytes)
     if not facts.tied_embeddings:
         return text
     return (
         text
-        + (f", {_size(facts.head_bytes)} of it" if facts.embedding_bytes != facts.head_bytes else ",")
+        + (f", {bytes_text(facts.head_bytes)} of it" if facts.embedding_bytes != facts.head_bytes else ",")
         + " also the head"
     )
 
@@ -171,29 +175,34 @@ def _sidebands_of(facts: ModelFacts) -> dict[str, str]:
     return lines
 
 
+def _predictions_of(facts: ModelFacts) -> str:
+    """Return what the line about layers says of those that predict further tokens."""
+    if not facts.n_prediction_layers:
+        return ""
+    text = f" and {facts.n_prediction_layers} for multi-token prediction"
+    if facts.prediction is None:
+        return f"{text}, left out"
+    return f"{text}: the last stage drafts by them with --mtp-drafts N ({bytes_text(facts.prediction.size_bytes)})"
+
+
 def _print_facts(facts: ModelFacts, console: Console) -> None:
     rows = {
         "model": facts.model_name,
         "architecture": facts.architecture + ("" if facts.supported else " (not supported)"),
-        "layers": str(facts.n_layers)
-        + (
-            f" and {facts.n_prediction_layers} for multi-token prediction, left out"
-            if facts.n_prediction_layers
-            else ""
-        ),
+        "layers": str(facts.n_layers) + _predictions_of(facts),
         "width": _width_of(facts),
         **_sidebands_of(facts),
         "heads": f"{_runs(facts.n_heads)}, key/value heads {_runs(facts.n_kv_heads)}",
         "experts": str(facts.n_experts) if facts.n_experts else "none",
         "vocabulary": str(facts.n_vocab),
         "context": f"{facts.ctx_train} tokens",
-        "size": f"{_size(facts.file_bytes)} in {facts.n_files} file" + ("s" if facts.n_files > 1 else ""),
-        "types": ", ".join(f"{share.type_name} {_size(share.size_bytes)}" for share in facts.quantization),
-        "each layer": _runs(facts.layer_bytes, _size),
+        "size": f"{bytes_text(facts.file_bytes)} in {facts.n_files} file" + ("s" if facts.n_files > 1 else ""),
+        "types": ", ".join(f"{share.type_name} {bytes_text(share.size_bytes)}" for share in facts.quantization),
+        "each layer": _runs(facts.layer_bytes, bytes_text),
         "embedding": _embedding_of(facts),
-        "head": _size(facts.head_bytes),
-        "KV per token": f"{_size(sum(facts.kv_bytes_per_token))} (f16); each layer "
-        + _runs(facts.kv_bytes_per_token, _size),
+        "head": bytes_text(facts.head_bytes),
+        "KV per token": f"{bytes_text(sum(facts.kv_bytes_per_token))} (f16); each layer "
+        + _runs(facts.kv_bytes_per_token, bytes_text),
         **_windows_of(facts),
         **_states_of(facts),
         "on a GPU": _devices_of(facts),
@@ -236,20 +245,11 @@ def _runs_of_cuts(cuts: tuple[int, ...]) -> str:
     return ", ".join(map(str, cuts)) or "none"
 
 
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 @click.command("split", short_help="Cut a model into one artifact per stage.")
 @MODEL
-@click.option("--stages", type=int, help="Number of stages; the cuts are chosen to balance them.")
-@click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
-@click.option("--out", "out_dir", type=click.Path(path_type=Path), required=True, help="Directory for the artifacts.")
+@click.option("--stages", type=IntRange(1), help="Number of stages; the cuts are chosen to balance them.")
+@click.option("--cuts", type=Line("layers"), callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
+@click.option("--out", "out_dir", type=Directory(), required=True, help="Directory for the artifacts.")
 @click.option("--experimental", is_flag=True, help="Accept a model family that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print pipeline.json instead of a table.")
 def split_command(
@@ -289,7 +289,7 @@ def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -
         table.add_column(heading, justify="left" if heading == "file" else "right", no_wrap=True)
     for stage in pipeline.stages:
         layers = layer_range(stage.layer_start, stage.layer_end)
-        table.add_row(str(stage.index), layers, _size(stage.size_bytes), stage.file)
+        table.add_row(str(stage.index), layers, bytes_text(stage.size_bytes), stage.file)
     console = Console()
     console.print(table)
     state = "already there; nothing written" if unchanged else "written"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.deploy.cli.interrupts import SUPERVISED
+from relayline.deploy.cli.paths import DirectoryToRead, FileToRead
 from relayline.deploy.cli.sections import OF_CLIENTS
 from relayline.deploy.cli.sections import Sectioned as Sectioned
 from relayline.deploy.cli.setting_flags import Decorator, setting_options
@@ -45,30 +46,45 @@ class Address(click.ParamType[tuple[str, int]]):
         return host, int(port)
 
 
-class Name(click.ParamType[str]):
-    """Any text but an empty one, which is most often a variable of a shell that is not set."""
+class Line(click.ParamType[str]):
+    """One line of text that can be printed, and sent to other processes; also none. `kind`: its word in the help."""
 
-    name = "text"
+    def __init__(self, kind: str = "text") -> None:
+        self.name = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check one text."""
+        if not str(value).isprintable():
+            self.fail("it has characters that cannot be printed", param, ctx)  # it may be a secret
+        return str(value)
+
+
+class Name(Line):
+    """A text that is not empty: most often that is a variable of a shell that is not set."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check one text."""
         if not str(value).strip():
             self.fail("it is empty", param, ctx)
-        return str(value)
-
-
-class NamedPath(click.Path):
-    """click's, without an empty path, which would mean this folder."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Check one path."""
-        if not os.fspath(value):
-            self.fail("it is empty", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def _bounds(kind: click.FloatRange | click.IntRange) -> str:
+    """Return what the help shows behind a flag: a number's bounds as 1..64, as a setting has them."""
+    if kind.min is None and kind.max is None:
+        return "N"
+    return "..".join("" if bound is None else f"{bound:.10g}" for bound in (kind.min, kind.max))
 
 
 class FloatRange(click.FloatRange):
     """click's, without "nan", which no comparison finds out of range."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return the bounds."""
+        return _bounds(self)
+
+    def _describe_range(self) -> str:
+        return ""  # which click would show behind the help's text again
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read and check one number."""
@@ -84,6 +100,13 @@ class FloatRange(click.FloatRange):
 
 class IntRange(click.IntRange):
     """click's, which calls any text that is no number "not a valid integer range"."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return the bounds."""
+        return _bounds(self)
+
+    def _describe_range(self) -> str:
+        return ""  # which click would show behind the help's text again
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Read and check one number."""
@@ -143,27 +166,28 @@ slice_options = setting_options(EngineSettings, only=SLICE)
 engine_options = setting_options(EngineSettings, but=("n_threads",))
 
 security_options = _apply(
-    click.option("--tls", "tls_dir", type=click.Path(path_type=Path), default=None,
+    click.option("--tls", "tls_dir", type=DirectoryToRead(), default=None,
                  help="This process's directory from `relayline certs issue`. Makes links mutual TLS."),
     click.option("--insecure", is_flag=True, help="Allow plaintext links beyond this machine; anyone can read them."),
-    click.option("--token-file", type=click.Path(path_type=Path), default=None,
+    click.option("--token-file", type=FileToRead(may_be_pipe=True), default=None,
                  help="File with the join token [default: RELAYLINE_TOKEN, or `token` in the --tls directory]."),
 )  # fmt: skip
 
 http_security_options = _apply(
-    click.option("--http-cert", type=click.Path(path_type=Path), default=None,
+    click.option("--http-cert", type=FileToRead(), default=None,
                  help="Certificate (PEM); makes the HTTP API HTTPS. A renewed file is read without a restart."),
-    click.option("--http-key", type=click.Path(path_type=Path), default=None, help="Private key of --http-cert (PEM)."),
-    click.option("--api-keys", type=click.Path(path_type=Path), default=None,
-                 help="File with one API key (or NAME: KEY) per line; read again on SIGHUP [default: no keys]."),
-    click.option("--allow-host", "allow_hosts", multiple=True, metavar="NAME",
+    click.option("--http-key", type=FileToRead(), default=None, help="Private key of --http-cert (PEM)."),
+    click.option("--api-keys", type=FileToRead(), default=None,
+                 help="File with one API key per line, or NAME: KEY OPTIONS, as in share=2; read again on SIGHUP "
+                 "[default: no keys]."),
+    click.option("--allow-host", "allow_hosts", type=Line("name"), multiple=True,
                  help="Also answer web pages of this host, and requests to the server under this name; may be repeated "
                  "[default without --api-keys: no pages of other hosts, and on loopback only loopback names]."),
     setting_options(ServingSettings, only=OF_CLIENTS),
 )  # fmt: skip
 
 chat_template_option = click.option(
-    "--chat-template", type=click.Path(path_type=Path), default=None,
+    "--chat-template", type=FileToRead(), default=None,
     help="File with a Jinja template for chats [default: the model's own].",
 )  # fmt: skip
 
@@ -225,6 +249,14 @@ def check_draft(serving: ServingSettings, policy: str) -> None:
         flag = entry_of(ServingSettings, "draft").flag
         both = f"{flag} {serving.draft} and {grants} {serving.grant_steps}"
         raise UsageError(f"{both} exclude each other: streams with drafts get no grants; turn one of them off")
+    if serving.draft_model and (serving.draft_tokens == 0 or policy == "drain"):
+        flags = [
+            entry_of(ServingSettings, "draft").flag + " off",
+            grants,
+            entry_of(EngineSettings, "policy").flag + " drain",
+        ]
+        flag = entry_of(ServingSettings, "draft_model").flag
+        raise UsageError(f"{flag} needs drafts: {', '.join(flags[:2])} and {flags[2]} turn them off")
     by_hand = serving.groups or serving.group_rows
     if serving.draft > 0 and policy != "auto" and not by_hand:
         flag = entry_of(ServingSettings, "draft").flag
@@ -267,4 +299,4 @@ def telemetry_config(given: dict[str, Any]) -> TelemetryConfig:
 
 
 # Hidden: a supervisor holds the other end of this process's stdin, so that no child outlives it however it ends.
-supervised_option = click.option("--exit-with-stdin", is_flag=True, hidden=True)
+supervised_option = click.option(SUPERVISED, is_flag=True, hidden=True)

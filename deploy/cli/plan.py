@@ -13,26 +13,34 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from relayline.deploy.cli.options import FloatRange, IntRange, NamedPath
+from relayline.deploy.cli.options import FloatRange, IntRange, Line, is_given
+from relayline.deploy.cli.paths import FileToRead, Target
+from relayline.deploy.cli.setting_flags import manifest_changes, setting_options
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
+from relayline.wire.settings.table import ServingSettings
 
 if TYPE_CHECKING:
     from relayline.deploy.manifest import Manifest
     from relayline.deploy.planning.report import Plan
 
+DRAFT_MODEL = ("draft_model", "draft_ctx_tokens", "draft_gpu_layers")  # settings that cost memory beside the stages
 COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 
 
 @click.command("plan", short_help="Show which stage gets which layers, and the predicted speed.")
-@click.argument("target", metavar="MANIFEST|MODEL", type=NamedPath())
+@click.argument("target", metavar="MANIFEST|MODEL", type=Target())
 @click.option(
-    "--hosts", default="", help="For a MODEL: hosts of its stages in layer order, separated by commas [default: here]."
+    "--hosts",
+    type=Line("host,..."),
+    default="",
+    help="For a MODEL: hosts of its stages in layer order, separated by commas [default: here].",
 )
+@setting_options(ServingSettings, only=DRAFT_MODEL)
 @click.option("--streams", type=IntRange(0), default=0, help="Streams to optimise for [default: all lanes].")
 @click.option("--measure", is_flag=True, help="First measure this machine on slices of the model (cached).")
 @click.option("--compare", "is_compare", is_flag=True, help="Compare the plan with the running pipeline.")
-@click.option("--url", default="", help="The running coordinator [default: the manifest's].")
+@click.option("--url", type=Line("url"), default="", help="The running coordinator [default: the manifest's].")
 @click.option(
     "--seconds",
     type=FloatRange(0, 600),
@@ -42,13 +50,13 @@ COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 )
 @click.option(
     "--bench",
-    type=click.Path(path_type=Path),
+    type=FileToRead(),
     default=None,
     help="With --compare: file with the output of `relayline bench URL --json`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compare: bool, url: str, seconds: float,
-                 bench: Path | None, as_json: bool) -> None:  # fmt: skip
+                 bench: Path | None, as_json: bool, **settings: Any) -> None:  # fmt: skip
     """Plan MANIFEST or MODEL: show the split with the most predicted tokens per second that fits every host's memory.
 
     MODEL is as for `up`. Without --hosts the plan is for two stages on this machine.
@@ -61,37 +69,50 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
     from relayline.deploy.cli.plan_gateway import plan_gateway_manifest
     from relayline.deploy.cli.planned import planned_manifest
     from relayline.deploy.launch.target import gateway_of
-    from relayline.deploy.planning import compare as plan_compare
     from relayline.deploy.planning import report as plan_report
 
+    changes = manifest_changes({name: value for name, value in settings.items() if is_given(name)})
     if (url or bench) and not is_compare:
         raise UsageError("--url and --bench belong to --compare")
     if (gateway := gateway_of(target, Path.cwd())) is not None:
-        if hosts or is_compare:
+        if hosts or is_compare or changes:
             raise UsageError(
                 "--hosts belongs to a MODEL"
                 if hosts
+                else "a gateway's pipelines name their draft models themselves"
+                if changes
                 else "--compare is for one pipeline: give its manifest, and --url http://GATEWAY/pipelines/NAME"
             )
         plan_one = functools.partial(make_plan, n_streams=streams, measure=measure, quiet=as_json)
         plan_gateway_manifest(gateway, plan_one, as_json=as_json)
         return
-    loaded = planned_manifest(target, [host.strip() for host in hosts.split(",")] if hosts else [])
+    loaded = planned_manifest(target, [host.strip() for host in hosts.split(",")] if hosts else [], changes)
     plan = make_plan(loaded, n_streams=streams, measure=measure, is_running=is_compare, quiet=as_json)
-    console = Console()
     if not is_compare:
         if as_json:
             click.echo(json.dumps(plan_report.as_json(plan)))
         else:
-            plan_report.show(plan, console)
+            plan_report.show(plan, Console())
         return
+    name = "" if url else loaded.name
+    _compare(plan, url or _url_of(loaded), name, seconds, bench, as_json=as_json)
+
+
+def _compare(plan: Plan, url: str, name: str, seconds: float, bench: Path | None, *, as_json: bool) -> None:
+    """Show a plan beside what its running pipeline measures in so many seconds, and a bench's output beside both.
+
+    `name`: see `_looks`.
+    """
+    from relayline.deploy.planning import compare as plan_compare
+    from relayline.deploy.planning import report as plan_report
+
     lines = [] if bench is None else plan_compare.read_bench(bench)
-    before, after, wall_s = asyncio.run(_looks(url or _url_of(loaded), seconds))
+    before, after, wall_s = asyncio.run(_looks(url, name, seconds))
     figures = plan_compare.compare(plan, before, after, wall_s, lines)
     if as_json:
         click.echo(json.dumps({"plan": plan_report.as_json(plan), "compare": plan_compare.as_json(figures)}))
     else:
-        plan_compare.show(figures, console)
+        plan_compare.show(figures, Console())
     why = plan_compare.why_no_rate(plan, before, after, wall_s)
     has_rate = any(figure.unit == "tok/s" for figure in figures)
     if why and (seconds or not has_rate):
@@ -106,7 +127,7 @@ def make_plan(
     from relayline.coordinator.model.inspection import inspect_model
     from relayline.coordinator.planner.advice import advice
     from relayline.coordinator.planner.predict import predict
-    from relayline.deploy.cli.plan_notes import notes_of, order_note, variants
+    from relayline.deploy.cli.plan_notes import draft_of, notes_of, order_note, variants
     from relayline.deploy.launch.prepare import find_model
     from relayline.deploy.planning.inputs import best_for, instance_of
     from relayline.deploy.planning.report import Plan
@@ -129,6 +150,7 @@ def make_plan(
         variants=variants(instance, best, prediction),
         notes=(*notes_of(manifest, instance, facts), *order_note(instance, best)),
         advice=advice(instance, best),
+        draft=draft_of(manifest),
     )
 
 
@@ -162,11 +184,17 @@ def _url_of(manifest: Manifest) -> str:
     return f"{'http' if http.tls is None else 'https'}://{address_of(host, http.port)}"
 
 
-async def _looks(url: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """Look at GET /v1/pipeline twice; returns both answers and the seconds between them."""
-    from relayline.deploy.cli.console_http import KEY_VARIABLE, Coordinator
+async def _looks(url: str, name: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Look at GET /v1/pipeline twice; returns both answers and the seconds between them.
 
-    async with Coordinator(url, os.environ.get(KEY_VARIABLE, "")) as coordinator:
+    `name`: of a pipeline of this machine, for its API key.
+    """
+    from relayline.deploy.cli.console_http import KEY_VARIABLE, Coordinator
+    from relayline.deploy.launch.control import key_of, launched
+
+    found = next((one for one in launched(None, name) if one.state.name == name), None) if name else None
+    key = os.environ.get(KEY_VARIABLE, "") if found is None else key_of(found)
+    async with Coordinator(url, key) as coordinator:
         before, began_s = await coordinator.get("/v1/pipeline", COMPARED), time.monotonic()
         if not seconds:
             return {}, before, 0.0

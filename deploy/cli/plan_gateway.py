@@ -29,7 +29,7 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
     from relayline.deploy.manifest.gateway import load_gateway
     from relayline.deploy.planning.report import as_json as plan_json
     from relayline.deploy.planning.report import show
-    from relayline.deploy.planning.together import missing_memory, shared_machines
+    from relayline.deploy.planning.together import awake_note, missing_memory, shared_machines
 
     gateway, console = load_gateway(path), Console()
     pipelines = [each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)]
@@ -53,8 +53,9 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
         if not as_json:
             show(plan, console)
             click.echo()
-    notes = shared_machines(plans)
-    wrong += missing_memory(plans) + clashes(pipelines)
+    awake_max = gateway.spec.awake_max
+    notes = shared_machines(plans) + awake_note(len(plans), awake_max)
+    wrong += missing_memory(plans, awake_max) + clashes(pipelines)
     if as_json:
         click.echo(json.dumps({"name": gateway.name, "pipelines": shown, "notes": notes}))
     else:

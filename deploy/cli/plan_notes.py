@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from relayline.coordinator.model.inspection import ModelFacts
 from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.predict import Prediction
@@ -9,7 +11,8 @@ from relayline.coordinator.planner.search import Best
 from relayline.coordinator.planner.whatif import one_more, other_last
 from relayline.deploy.launch.lanes import lowered_lanes
 from relayline.deploy.manifest import Manifest
-from relayline.deploy.planning.report import Variant
+from relayline.deploy.planning.drafting import draft_memory, gpus_bytes, has_coordinator
+from relayline.deploy.planning.report import Draft, Variant
 from relayline.deploy.planning.shared import gpu_sharing
 
 ORDER_SIZE_MAX = 400  # stages x layers up to which other orders are tried: each takes a separate search
@@ -47,6 +50,8 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
             "`relayline up` other hosts when they join"
         )
     unknown = [host.name for host in instance.hosts if host.memory_bytes is None and host.machine.memory_bytes is None]
+    if relayed := [stage.name for stage in manifest.stages if stage.relay]:
+        notes.append(f"{', '.join(relayed)}: reached through the relay at {manifest.spec.coordinator.host}")
     if unknown:
         notes.append(f"the memory of {', '.join(unknown)} is unknown; give memoryGib so that it is checked")
     if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:
@@ -61,6 +66,16 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
         names = ", ".join(crowded)
         notes.append(f"the stages on {names} have more threads than there are cores, so they take turns")
     return tuple(notes)
+
+
+def draft_of(manifest: Manifest) -> Draft | None:
+    """Return the draft model that is served with a manifest; None where there is none."""
+    serving = manifest.serving
+    memory = draft_memory(serving)
+    if memory is None:
+        return None
+    n_bytes = gpus_bytes() if memory.gpu is not None and has_coordinator(manifest) else 0
+    return Draft(Path(serving.draft_model).name, serving.draft_ctx_tokens, memory, n_bytes)
 
 
 def order_note(instance: Instance, best: Best) -> tuple[str, ...]:

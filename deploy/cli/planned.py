@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from relayline.deploy.launch.context import with_usual_context
+from relayline.deploy.launch.draft_model import with_draft_model
 from relayline.deploy.launch.gpus import with_usual_gpu
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
+from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
@@ -16,15 +20,18 @@ from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, wi
 from relayline.deploy.models.model_source import resolve_model
 from relayline.wire.common.errors import UsageError
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
+
+def planned_manifest(target: str, hosts: Sequence[str], changes: Mapping[str, Any] = NOTHING) -> Manifest:
     """Return the manifest to plan, with this machine's stages as `localhost`: what `up` would launch.
 
-    Raises UsageError, and for a model of the hub what loading it raises.
+    `changes`: values by their places in the manifest. Raises UsageError, and for files of the
+    hub what loading them raises.
     """
     path = manifest_of(target, Path.cwd())
     if path is None:
-        manifest = with_usual_lanes(smallest_manifest(resolve_model(target)))
+        manifest = with_draft_model(override(with_usual_lanes(smallest_manifest(resolve_model(target))), dict(changes)))
         opened = open_context(manifest.spec)
         if hosts:
             return with_usual_context(at_home(with_hosts(manifest, hosts)), opened)
@@ -32,5 +39,5 @@ def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
         return with_usual_context(with_stages(manifest, flags, 0) if flags.is_set else manifest, opened)
     if hosts:
         raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
-    manifest = at_home(with_usual_lanes(load_manifest(path)))
+    manifest = with_draft_model(override(at_home(with_usual_lanes(load_manifest(path))), dict(changes)))
     return with_usual_context(manifest, open_context(manifest.spec))

@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from relayline.deploy.cli.options import Name
+from relayline.deploy.cli.paths import Directory
+from relayline.wire.common.units import bytes_text
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
 
@@ -17,7 +19,7 @@ from relayline.wire.settings.table import ServingSettings
 @click.option(
     "--to",
     "directory",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Directory(),
     default=None,
     help="Also put the file(s) into this directory.",
 )
@@ -42,11 +44,13 @@ def pull_command(model: str, directory: Path | None, with_projector: bool, as_js
     """
     from relayline.coordinator.model.gguf_file import open_model
     from relayline.deploy.models.model_source import projector_of, resolve_model, resolve_projector
-    from relayline.deploy.models.placed import place, placed_before
+    from relayline.deploy.models.placed import check_directory, place, placed_before
 
     path = placed_before(model, directory) if directory is not None else None
     is_here = path is not None  # then the hub is not asked for anything
     if path is None:
+        if directory is not None:
+            check_directory(directory)
         path = resolve_model(model)
         if directory is not None:
             path = place(path, directory)
@@ -60,9 +64,8 @@ def pull_command(model: str, directory: Path | None, with_projector: bool, as_js
         click.echo(json.dumps({"path": str(path), "files": len(files), "size_bytes": n_bytes, **more}))
         return
     shards = f" in {len(files)} files" if len(files) > 1 else ""
-    size = f"{n_bytes / (1 << 30):.2f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.1f} MiB"
     flag = " --mmproj auto" if projector else ""
-    click.echo(f"{path}\n{size}{shards}; next: relayline up {model}{flag}")
+    click.echo(f"{path}\n{bytes_text(n_bytes)}{shards}; next: relayline up {model}{flag}")
     if projector is not None:
         click.echo(f"projector: {projector}")
     elif not is_here and (name := projector_of(model)):

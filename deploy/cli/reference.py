@@ -60,7 +60,8 @@ def errors_page() -> str:
     return (
         f"# Errors\n\n{MADE}\n"
         "Every error has a label that never changes. HTTP bodies carry it as `error.code`, unless OpenAI has a code\n"
-        "of its own: `overloaded` and `no_lane` are `rate_limit_exceeded`. See [HTTP API](http-api.md#errors).\n\n"
+        "of its own: `overloaded`, `rate_limited` and `no_lane` are `rate_limit_exceeded`.\n"
+        "See [HTTP API](http-api.md#errors).\n\n"
         "| label | meaning | whose fault | retry | HTTP | gRPC |\n|---|---|---|---|--:|---|\n" + "".join(rows)
     )
 

@@ -14,6 +14,7 @@ import click
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
 from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.paths import FileToWrite, write_text
 from relayline.wire.common.errors import RelaylineError, StartError
 
 LIVE = "/v1/pipeline/live?after=0"
@@ -27,7 +28,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsa
 
 @click.command("report", short_help="Save the page as one HTML file.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("relayline-report.html"), show_default=True,
+    "--out", type=FileToWrite(), default=Path("relayline-report.html"), show_default=True,
     help="File to write.",
 )  # fmt: skip
 @click.option(
@@ -42,7 +43,7 @@ def report_command(out: Path, minutes: float, url: str, api_key: str, **_: Any) 
     The file holds figures, names, addresses and ids, but no prompts or answers.
     """
     answers, aliases = asyncio.run(collect(url, api_key, minutes * 60.0))
-    out.write_text(document(answers, aliases), encoding="utf-8")
+    write_text(out, document(answers, aliases))
     n_requests = sum(path.startswith("/v1/traces/") for path in answers)
     click.echo(f"{out}: {n_requests} request{'s' * (n_requests != 1)}, {out.stat().st_size / 1024:.0f} KiB")
 

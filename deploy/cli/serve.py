@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.deploy.cli.interrupts import ignore_hangups
 from relayline.deploy.cli.join_flags import (
     check_join_flags,
     coordinator_join,
@@ -15,6 +15,7 @@ from relayline.deploy.cli.join_flags import (
     joinable_event,
     member_event,
     serve_join_options,
+    serve_split_options,
 )
 from relayline.deploy.cli.options import (
     Address,
@@ -35,9 +36,9 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     with_http_flags,
 )
-from relayline.deploy.cli.supervised import announce, watch_stdin
-from relayline.deploy.launch.serving import check_named, for_each_stage, manifest_option, served_split
+from relayline.deploy.launch.serving import check_named, for_each_stage, served_split
 from relayline.wire.common import logs
+from relayline.wire.common.process import announce, end_with_stdin
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.links.roles import Role
 from relayline.wire.settings.setting import from_parameters
@@ -65,6 +66,7 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
         draft=serving.draft_tokens,
         grant_steps=serving.grant_steps,
         itl_stretch=serving.itl_stretch,
+        draft_model_tokens=serving.draft_ctx_tokens if serving.draft_model else 0,
     )
 
 
@@ -74,27 +76,7 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
     short_help="Run the coordinator and its HTTP API.",
     context_settings={"auto_envvar_prefix": "RELAYLINE"},
 )
-@manifest_option
-@click.option(
-    "--pipeline", "directory", type=click.Path(path_type=Path), default=None, help="Directory that `split` wrote."
-)
-@click.option(
-    "--model", type=click.Path(path_type=Path), default=None, help="The model that was split. Needed to move layers."
-)
-@click.option(
-    "--keep-layers",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=None,
-    help="File that remembers moved layers, so that a restarted coordinator goes on with them.",
-)
-@click.option(
-    "--plan-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=None,
-    help="File that remembers why each stage has its layers. With it, layers that the manifest leaves open are planned "
-    "from the measurements of joining hosts.",
-)
-@click.option("--settle", type=click.Path(path_type=Path, dir_okay=False), default=None, hidden=True)
+@serve_split_options
 @serve_join_options
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
@@ -122,14 +104,15 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.serve import run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
     from relayline.deploy.launch.checks import check_files
-    from relayline.deploy.launch.companions import served_adapters
+    from relayline.deploy.launch.companions import served_companions
     from relayline.deploy.launch.ports import check_free
-    from relayline.deploy.launch.projector import served_projector
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
     from_parameters(EngineSettings, given)  # settings that no stage would take are refused before anything starts
     listener = with_http_flags(HttpListener(), given, has_address=True)
+    if listener.api_keys_file is not None:
+        ignore_hangups()
     check_named(given["directory"], given["manifest"])
     security, schedule = security_from(given, Role.COORDINATOR), schedule_config(given)
     check_join_flags(given)
@@ -146,12 +129,11 @@ def serve_command(**given: Any) -> None:
         ("--enrol-listen", given["enrol_listen"]),
     )
     if given["exit_with_stdin"]:
-        watch_stdin()
+        end_with_stdin()
     planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
     names = given_names(given)
     split = served_split(given, (*names, *given_spares(given)) if names else ())
-    adapters = served_adapters(serving, split.directory)
-    serving = served_projector(serving, given)
+    serving, adapters = served_companions(serving, given, split.directory)
     config = ServeConfig(
         pipeline_dir=split.directory,
         pipeline=PipelineConfig(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from relayline.deploy.cli.join import chosen
+from relayline.deploy.cli.options import Line
+from relayline.deploy.cli.paths import Directory
 from relayline.deploy.machine.service import Unit, launchd_unit, systemd_unit
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError, UsageError
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
 COMMAND_TIMEOUT_S = 60.0  # of systemctl and launchctl; a stage that is ended may drain for half of it
 _READABLE = 0o644
 
-name_argument = click.argument("name", required=False, default="")
+name_argument = click.argument("name", type=Line(), required=False, default="")
 system_option = click.option("--system", "is_system", is_flag=True, help="For the whole system; needs root.")
 state_option = click.option(
     "--state",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Directory(),
     default=None,
     help="Where key and certificate are kept [default: this user's state directory].",
 )

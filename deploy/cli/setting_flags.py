@@ -111,7 +111,7 @@ def again(ctx: click.Context, but: Collection[str] = ()) -> tuple[str, ...]:
     """
     arguments: list[str] = []
     for parameter in ctx.command.params:
-        name = parameter.name or ""
+        name = str(parameter.name)
         if name in but or not isinstance(parameter, click.Option) or ctx.get_parameter_source(name) not in BY_USER:
             continue
         value = ctx.params[name]

@@ -27,9 +27,10 @@ from relayline.deploy.cli.options import (
     threads_option,
 )
 from relayline.deploy.cli.setting_flags import setting_option
-from relayline.deploy.cli.supervised import announce, watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
+from relayline.wire.common.process import announce, end_with_stdin
+from relayline.wire.common.texts import named_layers
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import check_listen
 from relayline.wire.model_files.adapters import load_adapters
@@ -83,7 +84,7 @@ def stage_command(**given: Any) -> None:
     if joining is None:
         check_listen(given["listen"][0], security, "the stage")
     if given["exit_with_stdin"]:
-        watch_stdin()
+        end_with_stdin()
     if joining is not None:
         run_joined(joining, on_stage_ready(given), stage_telemetry(given), on_stage_idle(given))
         return
@@ -130,7 +131,7 @@ def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
                 "metrics": facts.metrics_address,
             },
             f"stage {artifact.stage_index} of {artifact.stage_count} "
-            f"(layers {artifact.layers_text}) ready on {address}"
+            f"({named_layers(artifact.layer_start, artifact.layer_end)}) ready on {address}"
             + (f", metrics on {metrics_url(facts)}" if facts.metrics_address else ""),
             as_json=given["as_json"],
         )
@@ -138,11 +139,11 @@ def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
     return on_ready
 
 
-def on_stage_idle(given: dict[str, Any]) -> Callable[[], None]:
-    """Return what prints the line of a stage that stands by without layers."""
+def on_stage_idle(given: dict[str, Any]) -> Callable[[str], None]:
+    """Return what prints the line of a stage that has nothing loaded, with what it does meanwhile."""
 
-    def on_idle() -> None:
-        text = f"{given['name']} stands by without layers; the coordinator gives it some when needed"
+    def on_idle(what: str) -> None:
+        text = f"{given['name']} {what}"
         announce({"event": "idle", "role": "stage", "name": given["name"]}, text, as_json=given["as_json"])
 
     return on_idle

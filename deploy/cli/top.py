@@ -20,10 +20,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from relayline.deploy.cli.batches import batches_line
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
 from relayline.deploy.cli.options import FloatRange
 from relayline.deploy.cli.top_gateway import SHOWN as GATEWAY_SHOWN
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame, is_gateway
+from relayline.deploy.cli.top_keys import keys_of, keys_table
 from relayline.deploy.cli.unequal import idle_line, unequal_line
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState
@@ -210,6 +212,7 @@ def rates(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "kv_share": round(after["kv_tokens"] / capacity, 4) if capacity else 0.0,
         "overlap": after["overlap"],
         "grants": _grants(before, after),
+        "keys": keys_of(after),
         "stages": stages,
     }
 
@@ -270,14 +273,16 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
         table.add_column(COLUMNS[at], justify="right", no_wrap=True)
     if is_wide:
         table.add_column("closed by", overflow="fold")
-    lines = (grants_line(figures), unequal_line(described), idle_line(described))
+    batches = batches_line(described.get("batches") or {})
+    lines = (grants_line(figures), batches, unequal_line(described), idle_line(described))
     below = Text("".join(f"\n{line}" for line in lines if line))
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
         name, *middle, reasons = _row(stage, row)
         table.add_row(name, *(middle[at] for at in shown), *((reasons,) if is_wide else ()))
         if not is_wide and reasons:
             below.append(f"\nstage {stage['index']} closed by: {reasons}")
-    return Group(head, table, below) if below else Group(head, table)
+    keys = keys_table(figures["keys"])
+    return Group(head, table, *keys, below) if below else Group(head, table, *keys)
 
 
 def _phase(described: dict[str, Any]) -> str:

@@ -29,15 +29,20 @@ def figures_of(before: dict[str, Any], after: dict[str, Any], elapsed_s: float) 
         }
         for each in after["pipelines"]
     ]
-    return {"phase": after["phase"], "running": after["running"], "pipelines": pipelines}
+    n_waiting = after.get("waiting", 0)
+    return {"phase": after["phase"], "running": after["running"], "waiting": n_waiting, "pipelines": pipelines}
 
 
 def gateway_frame(url: str, figures: dict[str, Any]) -> Group:
     """Return one picture of a gateway."""
-    n_ready = sum(each["phase"] == "ready" for each in figures["pipelines"])
+    phases = [each["phase"] for each in figures["pipelines"]]
+    n_asleep, n_waiting = phases.count("sleeping"), figures["waiting"]
+    asleep = f", {n_asleep} asleep" if n_asleep else ""
+    waiting = f", {n_waiting} waiting" if n_waiting else ""
     head = Text.from_markup(
         f"[bold]gateway[/bold]  {escape(url)}  {escape(figures['phase'])}\n"
-        f"[bold]{figures['running']} running[/bold], {n_ready} of {len(figures['pipelines'])} pipelines ready\n"
+        f"[bold]{figures['running']} running{waiting}[/bold], "
+        f"{phases.count('ready')} of {len(phases)} pipelines ready{asleep}\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in COLUMNS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -94,20 +95,8 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         ("decode", stream["decode_ms"]),
     ]
     console.print("  " + "  ".join(f"{name} {in_ms(value)}" for name, value in phases if value is not None))
-    gaps = stream["itl_ms"]
-    if stream["ttft_ms"] is not None:
-        between = (
-            f"  between tokens mean {in_ms(gaps['mean'])}, p95 {in_ms(gaps['p95'])}, max {in_ms(gaps['max'])}"
-            if gaps
-            else ""
-        )
-        console.print(f"  first token after {in_ms(stream['ttft_ms'])}{between}")
-    if stream["chunks"]:
-        n_rows = sum(chunk["rows"] for chunk in stream["chunks"])
-        n_chunks = len(stream["chunks"])
-        console.print(f"  prompt sent in {n_chunks} chunk{'s' * (n_chunks != 1)}, {n_rows} rows")
-    if stream.get("drafted_tokens"):  # a server of before drafts does not say
-        console.print(f"  {stream['drafted_tokens']} draft tokens, {stream['accepted_tokens']} of them accepted")
+    for line in _pace_of(stream):
+        console.print(f"  {line}")
     for event in stream["events"]:
         detail = f": {escape(event['detail'])}" if event["detail"] else ""
         console.print(f"  [yellow]{event['name']} at {in_ms(event['at_ms'])}{detail}[/yellow]")
@@ -126,6 +115,20 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         console.print("  [bold]batch mates[/bold]")
     for mate, name in names.items():
         console.print(f"    {name}  {escape(mate)}", no_wrap=True, overflow="ignore", crop=False)
+
+
+def _pace_of(stream: dict[str, Any]) -> Iterator[str]:
+    """Yield how fast its tokens came, how its prompt was sent, and what drafts brought."""
+    if stream["ttft_ms"] is not None:
+        gaps, between = stream["itl_ms"], ""
+        if gaps:
+            between = f"  between tokens mean {in_ms(gaps['mean'])}, p95 {in_ms(gaps['p95'])}, max {in_ms(gaps['max'])}"
+        yield f"first token after {in_ms(stream['ttft_ms'])}{between}"
+    if n_chunks := len(stream["chunks"]):
+        n_rows = sum(chunk["rows"] for chunk in stream["chunks"])
+        yield f"prompt sent in {n_chunks} chunk{'s' * (n_chunks != 1)}, {n_rows} rows"
+    if stream.get("drafted_tokens"):  # a server of before drafts does not say
+        yield f"{stream['drafted_tokens']} draft tokens, {stream['accepted_tokens']} of them accepted"
 
 
 def _show_stage(console: Console, stage: dict[str, Any], names: dict[str, str], rows_max: int | None) -> None:

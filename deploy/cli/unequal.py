@@ -45,6 +45,8 @@ def gateway_lines(pipelines: list[dict[str, Any]]) -> list[str]:
         serves = f"serves {', '.join(each['models'])}, " if each["models"] else ""
         why = f" ({each['problem']})" if each["problem"] else ""
         n_requests = f"{each['running'] + each['others']} running"
+        if n_waiting := each.get("waiting", 0):
+            n_requests += f", {n_waiting} waiting"
         lines.append(f"{each['name']:<{width}}  {each['phase']}{why}  {serves}{n_requests}, {each['url']}")
     return lines
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from relayline.deploy.cli.control import state_dir_option
 from relayline.deploy.cli.options import (
     Address,
     IntRange,
-    NamedPath,
+    Line,
     chat_template_option,
     content_option,
     engine_options,
@@ -26,6 +25,7 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     threads_option,
 )
+from relayline.deploy.cli.paths import Directory, Target
 from relayline.deploy.cli.sections import Sectioned
 from relayline.wire.common import logs
 from relayline.wire.common.errors import UsageError
@@ -37,7 +37,10 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--no-pin", is_flag=True, help="Let stages run on any core [default: each has its share]."),
         threads_option,
         click.option(
-            "--cuts", callback=parse_cuts, help="Instead of --stages: first layer of each later stage, e.g. 8,16."
+            "--cuts",
+            type=Line("layers"),
+            callback=parse_cuts,
+            help="Instead of --stages: first layer of each later stage, e.g. 8,16.",
         ),
         click.option(
             "--stages",
@@ -54,14 +57,14 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(
     "up", cls=Sectioned, short_help="Run a whole pipeline.", context_settings={"auto_envvar_prefix": "RELAYLINE"}
 )
-@click.argument("target", metavar="[MODEL|MANIFEST]", type=NamedPath(), required=False)
-@click.option("--model", default=None, help="The model, instead of MODEL.")
-@click.option("--name", default="", help="Name of the pipeline [default: the manifest's, or the model's].")
+@click.argument("target", metavar="[MODEL|MANIFEST]", type=Target(), required=False)
+@click.option("--model", type=Target(), default=None, help="The model, instead of MODEL.")
+@click.option(
+    "--name", type=Line("name"), default="", help="Name of the pipeline [default: the manifest's, or the model's]."
+)
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @_stage_options
-@click.option(
-    "--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache]."
-)
+@click.option("--split-dir", type=Directory(), default=None, help="Where to keep the split [default: cache].")
 @click.option(
     "--measure/--no-measure",
     default=None,
@@ -70,8 +73,10 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--detach", is_flag=True, help="Return once the pipeline is ready; it runs on in the background.")
 @click.option("--dry-run", is_flag=True, help="Only show what would start, or what would change in a running pipeline.")
 @state_dir_option
-@click.option("--report-fd", type=int, default=None, hidden=True)
-@click.option("--change", default="", hidden=True)  # of the manifest of a pipeline behind a gateway, as JSON
+@click.option("--report-fd", type=IntRange(0, 1 << 20), default=None, hidden=True)
+@click.option(
+    "--change", type=Line(), default="", hidden=True
+)  # of the manifest of a pipeline behind a gateway, as JSON
 @supervised_option
 @click.option(
     "--json",
@@ -108,9 +113,9 @@ def up_command(**given: Any) -> None:
         raise UsageError("give the model either as MODEL or with --model, and no manifest")
     logs.setup("up", as_json=given["log_json"], verbose=given["verbose"])
     if given["exit_with_stdin"]:
-        from relayline.deploy.cli.supervised import watch_stdin
+        from relayline.wire.common.process import end_with_stdin
 
-        watch_stdin()
+        end_with_stdin()
     from relayline.deploy.cli.up_manifest import up_manifest
 
     up_manifest(given, {name: value for name, value in given.items() if is_given(name)}, _log_flags(given))

@@ -44,8 +44,8 @@ SKIPPED_DIRECTORIES = {
 }  # fmt: skip
 # Tables rather than prose or code, and modules that do something on sight.
 SKIPPED_FILES = {"html/entities.py", "pydoc_data/topics.py", "stringprep.py", "lib2to3/pgen2/token.py"}
-# Modules that readers know. They are trained on more often, and the questions and answers are about them: a tenth of
-# the text, seen often, gives a model of this size something to say, which all of it, seen two or three times, does not.
+# Modules that readers know. They are trained on more often, and the questions and answers are about them. A tenth of
+# the text, seen often, gives a model of this size something to say; all of it, seen two or three times, does not.
 CORE_NAMES = """
     argparse bisect calendar collections configparser contextlib copy csv dataclasses datetime fnmatch functools glob
     graphlib gzip heapq io json json.decoder json.encoder keyword logging operator os pathlib posixpath pprint queue

@@ -7,7 +7,15 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayline.deploy.doctor.files import look_caches, look_keys, look_model, look_security, look_split, names_here
+from relayline.deploy.doctor.files import (
+    look_caches,
+    look_draft_model,
+    look_keys,
+    look_model,
+    look_security,
+    look_split,
+    names_here,
+)
 from relayline.deploy.doctor.host import (
     judge_memory,
     look_clock,
@@ -133,6 +141,7 @@ def pipeline_probes(patient: Patient, timeout_s: float, *, deep: bool) -> list[P
     security_findings, security = _security(patient)
     probes = [
         Probe("model", functools.partial(look_model, manifest), timeout_s),
+        Probe("draft model", functools.partial(look_draft_model, manifest), timeout_s),
         Probe("artifacts", lambda: look_split(split_of(manifest), deep=deep), DEEP_TIMEOUT_S if deep else timeout_s),
         Probe("ports", functools.partial(look_ports, manifest, running=running), timeout_s),
         Probe("coordinator.host", functools.partial(look_coordinator_host, manifest), timeout_s),

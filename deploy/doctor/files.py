@@ -6,6 +6,7 @@ import datetime
 import stat
 from pathlib import Path
 
+from relayline.coordinator.http.edge.key_file import parse_keys
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import (
     PIPELINE_NAME,
@@ -16,16 +17,18 @@ from relayline.coordinator.model.pipeline_file import (
     load_pipeline,
 )
 from relayline.deploy.doctor.report import Finding, Outcome, failure, ok, warning
+from relayline.deploy.launch.draft_model import check_draft_model
 from relayline.deploy.launch.own_tls import JOIN_DIR
 from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.models.model_source import check_here, is_on_hub
+from relayline.deploy.planning.drafting import draft_memory
 from relayline.stage.joining.artifact_store import cached
-from relayline.wire.common.errors import ArtifactError, RelaylineError
+from relayline.wire.common.errors import ArtifactError, RelaylineError, UsageError
 from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.units import GIB, MIB
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
 from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
-
-MIB = 1 << 20
 
 
 def look_model(manifest: Manifest) -> list[Finding]:
@@ -49,6 +52,31 @@ def look_model(manifest: Manifest) -> list[Finding]:
         else:
             findings.append(ok("model sha256", "as in the manifest"))
     return findings
+
+
+def look_draft_model(manifest: Manifest) -> list[Finding]:
+    """Look whether the draft model is there and can draft for the model, and what it takes; nothing where none is
+    named.
+    """
+    serving, model = manifest.serving, manifest.model_path
+    if not serving.draft_model:
+        return []
+    if is_on_hub(serving.draft_model):
+        return [
+            ok("draft model", f"{serving.draft_model}, downloaded from the hub when needed; its memory is not counted")
+        ]
+    try:
+        check_here(serving.draft_model)
+        if model is not None and model.exists():
+            check_draft_model(serving, model)
+    except (RelaylineError, OSError) as error:
+        return [failure("draft model", " ".join(str(error).split()), "correct coordinator.draftModel in the manifest")]
+    memory = draft_memory(serving)
+    if memory is None:
+        return [warning("draft model", f"{serving.draft_model}: its memory is not known", "leave room for its file")]
+    on_gpu = "" if memory.gpu is None else f" and {memory.gpu.total_bytes / GIB:.2f} of the GPU's"
+    cells = f"{serving.draft_ctx_tokens:,} tokens"
+    return [ok("draft model", f"{serving.draft_model}: {memory.total_bytes / GIB:.2f} GiB{on_gpu}, for {cells}")]
 
 
 def look_split(directory: Path | None, *, deep: bool = False) -> list[Finding]:
@@ -163,7 +191,7 @@ def look_keys_file(path: Path | None, http: str, field: str) -> list[Finding]:
         return [warning("api keys", f"none, and the API listens on {http}: anyone who can reach it may use it",
                         f"name a file with keys in {field}")]  # fmt: skip
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip() and line[0] != "#"]
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return [
             failure(
@@ -172,8 +200,10 @@ def look_keys_file(path: Path | None, http: str, field: str) -> list[Finding]:
                 "make it, one key a line",
             )
         ]
-    if not lines:
-        return [failure("api keys", f"{path} holds no key", "write one key a line")]
+    try:
+        keys = parse_keys(text, path)
+    except UsageError as error:
+        return [failure("api keys", error.message, "write one key a line, as NAME: KEY OPTIONS")]
     if path.stat().st_mode & stat.S_IROTH:
         return [warning("api keys", f"{path} can be read by every user", f"run: chmod 600 {path}")]
-    return [ok("api keys", f"{len(lines)} in {path}")]
+    return [ok("api keys", f"{len(keys)} in {path}")]

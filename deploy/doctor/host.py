@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from relayline.deploy.doctor.report import Finding, failure, ok, warning
+from relayline.wire.common.units import GIB
 
 PYTHON_MIN = (3, 11)
 COMPILER_TIMEOUT_S = 5.0
-GIB = 1 << 30
 FILES_BASE = 128  # libraries, logs, the event loop, links
 DISK_FREE_MIN_BYTES = GIB
 WALL_CLOCK_MIN_YEAR = 2025  # before this release; certificates would not be valid yet

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relayline.deploy.doctor.host import GIB
 from relayline.deploy.doctor.report import Finding, failure, ok, warning
 from relayline.deploy.machine.gpus import gpu_backends
 from relayline.wire.common.child_command import code_command
+from relayline.wire.common.units import GIB
 
 LLAMA_VERSION = "0.3.36"  # stage/ relies on this version's struct layout and tensor names
 LOAD_TIMEOUT_S = 30.0

@@ -13,8 +13,8 @@ import aiohttp
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.doctor.report import Finding, failure, in_daemon, ok, warning
-from relayline.deploy.launch.here import is_this_machine
 from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.machine.addresses import is_this_machine
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase
@@ -70,7 +70,7 @@ def hosts_of(manifest: Manifest) -> dict[str, tuple[str, int]]:
     """Return (what, port) by host for everything of the manifest that is not on this machine."""
     hosts: dict[str, tuple[str, int]] = {}
     for stage in manifest.stages:
-        if not stage.is_local:
+        if not (stage.is_local or stage.relay):
             hosts.setdefault(stage.host, (f"stage {stage.name}", manifest.listen_port(stage)))
     if not is_local(manifest.spec.coordinator.host):
         hosts.setdefault(manifest.spec.coordinator.host, ("the coordinator", manifest.join_port))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
-from relayline.coordinator.planner.memory import COORDINATOR_BYTES
 from relayline.deploy.launch.prepare import choose_cuts
-from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.manifest import Manifest
 from relayline.deploy.models.splits import split_place
+from relayline.deploy.planning.drafting import has_coordinator, reserved_for_coordinator
 from relayline.deploy.planning.inputs import memory_of
 from relayline.wire.common.errors import RelaylineError
 
@@ -24,7 +24,7 @@ def needed_memory_bytes(manifest: Manifest) -> int | None:
     if model is None:
         return None
     facts = inspect_model(model)
-    total = COORDINATOR_BYTES if is_local(manifest.spec.coordinator.host) else 0
+    total = reserved_for_coordinator(manifest).total_bytes if has_coordinator(manifest) else 0
     needs = memory_of(manifest, facts, choose_cuts(manifest, model))
     return total + sum(need.total_bytes for stage, need in zip(manifest.stages, needs, strict=True) if stage.is_local)
 

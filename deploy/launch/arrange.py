@@ -7,8 +7,9 @@ from pathlib import Path
 from relayline.deploy.launch.inviting import authority_of
 from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import JOIN_DIR, makes_stage_tokens, stage_token
-from relayline.deploy.launch.ports import LOCALHOST, join_host, stage_host
+from relayline.deploy.launch.ports import join_host, stage_host
 from relayline.deploy.launch.state import LAYERS_FILE, PLAN_FILE
+from relayline.deploy.machine.ports import LOCALHOST
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.links.security import address_of
 
@@ -19,10 +20,11 @@ def arrange(
     settled: Path,
     log_flags: tuple[str, ...] = (),
     split_flags: tuple[str, ...] = (),
+    fixed: tuple[str, ...] = (),
 ) -> LaunchPlan:
     """Return the launch plan of a settled manifest at the path `settled`; `source` is the user's own name for it.
 
-    `split_flags` tell the coordinator of a split that is not in the cache.
+    `split_flags` tell the coordinator of a split that is not in the cache. `fixed`: stages whose layers the user gave.
     """
     http = manifest.spec.coordinator.http
     tokens = settled.parent / JOIN_DIR
@@ -33,6 +35,7 @@ def arrange(
             *("--manifest", str(settled), "--keep-layers", str(settled.parent / LAYERS_FILE)),
             *("--plan-file", str(settled.parent / PLAN_FILE), "--settle", str(settled)),
             *split_flags,
+            *(("--fixed", ",".join(fixed)) if fixed else ()),
             *log_flags,
         ),
         http=(http.host, http.port),
@@ -41,6 +44,7 @@ def arrange(
         stages=tuple(_stage(manifest, stage, tokens, log_flags) for stage in manifest.members),
         authority=authority_of(manifest),
         enrol=(join_host(manifest), manifest.enrol_port),
+        is_announced=manifest.serving.announce,
         needs_key=manifest.spec.coordinator.api_keys_file is not None,
         certificate=manifest.resolve(http.tls.cert_file) if http.tls is not None else None,
     )
@@ -48,8 +52,11 @@ def arrange(
 
 def _stage(manifest: Manifest, stage: Stage, tokens: Path, log_flags: tuple[str, ...]) -> LocalStage | RemoteStage:
     listen: tuple[str, ...] = ("--listen", f"{stage_host(manifest)}:{manifest.listen_port(stage)}")
-    if stage.kept_cores:
-        listen += ("--cores", stage.kept_cores)
+    stage_cores = ("--cores", stage.kept_cores) if stage.kept_cores else ()
+    listen += stage_cores
+    if stage.relay:
+        arguments = ("--relay", *stage_cores, *remote_security_flags(manifest, stage))
+        return RemoteStage(stage.name, stage.host, arguments, _material_of(manifest, stage, tokens), is_relayed=True)
     if not stage.is_local:
         # Beyond loopback, metrics need a certificate.
         metrics_host = stage.host if manifest.uses_tls else LOCALHOST

@@ -16,7 +16,7 @@ from relayline.wire.common.phase import HostState, Phase
 log = logging.getLogger("relayline.up")
 
 
-WHOLE = (HostState.READY, HostState.SPARE, HostState.DRAINED)  # of a process in its desired state
+WHOLE = (HostState.READY, HostState.SLEEPING, HostState.SPARE, HostState.DRAINED)  # of a process in its desired state
 
 
 class Board:

@@ -27,7 +27,7 @@ from relayline.wire.links import role_tokens
 from relayline.wire.links.revocation import CRL_BYTES_MAX, CRL_FILE, REVOKED_FILE, read_crl
 from relayline.wire.links.roles import NAME, TAKEN_NAMES, Identity, Role, identity_named
 from relayline.wire.links.security import CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE, credential_host, read_token
-from relayline.wire.links.tls_material import canonical_name, check_dates, read_certificate
+from relayline.wire.links.tls_material import canonical_name, check_dates, key_pem, read_certificate
 
 CA_KEY_FILE, ISSUED_FILE = "ca-key.pem", "issued"
 CA_DAYS = 3_652  # ten years: renewing a CA means touching every host
@@ -76,7 +76,7 @@ def init_authority(directory: Path, name: str, now: datetime.datetime) -> x509.C
     )
     directory.mkdir(parents=True, exist_ok=True)
     # The certificate comes last: a directory with ca.pem is complete.
-    write_file(directory / CA_KEY_FILE, _key_pem(key), PRIVATE)
+    write_file(directory / CA_KEY_FILE, key_pem(key), PRIVATE)
     write_file(directory / TOKEN_FILE, role_tokens.new_root().encode() + b"\n", PRIVATE)
     write_file(directory / CA_FILE, cert.public_bytes(serialization.Encoding.PEM), _PUBLIC)
     return cert
@@ -111,7 +111,7 @@ def issue(
     key = ec.generate_private_key(ec.SECP256R1())
     cert, hosts = sign_key(directory, key.public_key(), identity, host, names, days, now)
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_file(out / KEY_FILE, _key_pem(key), PRIVATE)
+    write_file(out / KEY_FILE, key_pem(key), PRIVATE)
     write_file(out / CERT_FILE, cert.public_bytes(serialization.Encoding.PEM), _PUBLIC)
     write_file(out / CA_FILE, ours, _PUBLIC)
     if token:
@@ -380,9 +380,3 @@ def _alternatives(names: Sequence[str]) -> list[x509.DNSName | x509.IPAddress]:
                 raise UsageError(f"{given!r} is neither an IP address nor a host name") from None
             found[name] = x509.DNSName(name)
     return list(found.values())
-
-
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )

@@ -7,21 +7,19 @@ import os
 from pathlib import Path
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
-from relayline.coordinator.model.projectors import read_projector
 from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import stage_directory
+from relayline.deploy.launch.companions import check_companions_here
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.log_files import SUPERVISOR
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.stage_checks import check_stage_devices, warn_of_prefix_directory
 from relayline.deploy.launch.supervisor import COORDINATOR
 from relayline.deploy.manifest import Manifest
-from relayline.deploy.manifest.model import AUTO_PROJECTOR
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair
-from relayline.wire.model_files.adapters import read_named
 from relayline.wire.settings.table import ServingSettings
 from relayline.wire.telemetry.choice import chosen
 from relayline.wire.telemetry.config import Level, TelemetryConfig
@@ -112,10 +110,21 @@ def check_files(
         ApiKeys(api_keys)
     if chat_template is not None:
         read_template(chat_template)
-    if serving.mmproj and serving.mmproj != AUTO_PROJECTOR:
-        read_projector(Path(serving.mmproj))
-    read_named(serving.lora)
+    if serving.allow_invites and api_keys is None:
+        raise UsageError("--allow-invites needs --api-keys FILE: a stage sees what passes through it of every request")
+    check_companions_here(serving)
     chosen(otlp_endpoint, os.environ)
+
+
+def check_kept_files(*files: tuple[str, Path | None]) -> None:
+    """Raise UsageError for a file that a coordinator is to write later, and cannot: pairs of a flag and its value."""
+    for flag, path in files:
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise UsageError(f"{flag} {path}: there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"{flag} {path}: no permission to write it")
 
 
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:

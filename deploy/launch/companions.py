@@ -1,29 +1,47 @@
-"""The files that are served with a model: its projector, and LoRA adapters."""
+"""The files that are served with a model: its projector, a draft model, and LoRA adapters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from relayline.coordinator.http.edge.limits import limits_of
 from relayline.coordinator.model.adapters import check_of_model, check_of_split
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.coordinator.model.projectors import read_projector
+from relayline.coordinator.model.slices import TOKENIZER_NAME
+from relayline.deploy.launch.draft_model import (
+    check_draft_memory,
+    check_draft_model,
+    served_draft_model,
+    with_draft_model,
+)
 from relayline.deploy.launch.prepare import override
-from relayline.deploy.launch.projector import check_images, with_projector
+from relayline.deploy.launch.projector import check_images, served_projector, with_projector
+from relayline.deploy.machine.facts import available_memory_bytes
 from relayline.deploy.manifest import Manifest
+from relayline.deploy.manifest.model import AUTO_PROJECTOR
+from relayline.deploy.models.model_source import check_here
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import expanded
 from relayline.wire.model_files.adapter_texts import placed
 from relayline.wire.model_files.adapters import Adapter, load_adapters, read_named
 from relayline.wire.settings.setting import entry_of
-from relayline.wire.settings.table import ServingSettings
+from relayline.wire.settings.table import KEPT_DIRECTORIES, ServingSettings
 
 
 def with_companions(manifest: Manifest, reference: str) -> Manifest:
-    """Return the manifest with its projector, see `with_projector`, and absolute paths of adapters, which mean the same
-    to every process of a launch. Raises as `with_projector`, and UsageError for a path that no setting can name.
+    """Return the manifest with its projector and draft model, see `with_projector` and `with_draft_model`, and absolute
+    paths of adapters and of directories that are kept, which mean the same to every process of a launch. Raises as
+    these do, and UsageError for a path that no setting can name.
     """
-    manifest = with_projector(manifest, reference)
+    manifest = with_draft_model(with_projector(manifest, reference))
+    for name in KEPT_DIRECTORIES:
+        if directory := getattr(manifest.serving, name):
+            place = entry_of(ServingSettings, name).place
+            manifest = override(manifest, {place: str(expanded(directory).absolute())})
     if not manifest.serving.lora:
         return manifest
     lora = entry_of(ServingSettings, "lora")
@@ -34,12 +52,35 @@ def with_companions(manifest: Manifest, reference: str) -> Manifest:
     return override(manifest, {lora.place: text})
 
 
+def check_companions_here(serving: ServingSettings) -> None:
+    """Raise UsageError or ModelFileError for a file that is missing or unusable, before the model is known."""
+    if serving.mmproj not in ("", AUTO_PROJECTOR):
+        read_projector(Path(serving.mmproj))
+    read_named(serving.lora)
+    if serving.draft_model:
+        check_here(serving.draft_model)
+
+
 def check_companions(manifest: Manifest, model: Path) -> None:
-    """Raise UsageError or ModelFileError for a file of another model, before the model is split."""
+    """Raise UsageError or ModelFileError for a file of another model, before the model is split; and as
+    `check_draft_memory` for a draft model that this machine has no memory for."""
     check_images(manifest, model)
+    check_draft_model(manifest.serving, model)
+    check_draft_memory(manifest.serving, available_memory_bytes())
     if manifest.serving.lora:
         facts = inspect_model(model)
         check_of_model(read_named(manifest.serving.lora), model, facts.architecture, facts.n_layers)
+
+
+def served_companions(
+    serving: ServingSettings, given: Mapping[str, Any], split: Path
+) -> tuple[ServingSettings, tuple[Adapter, ...]]:
+    """Return the settings of `serve` with the paths of projector and draft model, and the adapters. Blocks.
+
+    Raises UsageError or ModelFileError for a file that is missing, or of another model.
+    """
+    adapters = served_adapters(serving, split)
+    return served_draft_model(served_projector(serving, given), split / TOKENIZER_NAME), adapters
 
 
 def served_adapters(serving: ServingSettings, split: Path) -> tuple[Adapter, ...]:

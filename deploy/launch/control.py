@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import http.client
 import json
 import os
@@ -137,11 +138,13 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "planned": _planned(read_plan(pipeline.directory.plan), live),
         "stages": [_held(stage) for stage in live["stages"]] if live is not None else None,
         "requests": {key: live.get(key) for key in ("running", "waiting")} if live is not None else None,
+        "batches": live.get("batches") or None if live is not None else None,
         "prefixes": _prefixes(live) if live is not None else None,
         "problem": problem,
         "pipelines": live.get("pipelines") if live is not None else None,
         "processes": [
             _process(_with_host(pipeline, record), stages.get(record.name), is_supervised=running)
+            | _joining(pipeline, record, is_supervised=running)
             for record in state.processes
         ],
     }
@@ -154,6 +157,19 @@ def _with_host(pipeline: Launched, record: ProcessRecord) -> ProcessRecord:
     from relayline.deploy.launch.inviting import added_host
 
     return msgspec.structs.replace(record, host=added_host(pipeline, record.name) or NOT_SEEN)
+
+
+def _joining(pipeline: Launched, record: ProcessRecord, *, is_supervised: bool) -> dict[str, Any]:
+    """Return the newest join line of a stage that is awaited, and its short form, while that is good."""
+    none = {"short": "", "short_until_unix_s": None}
+    if not is_supervised or record.host == "localhost" or record.state not in (HostState.WAITING, HostState.LOST):
+        return none
+    from relayline.deploy.launch.inviting import open_line
+
+    found = open_line(pipeline, record.name, datetime.datetime.now(datetime.UTC))
+    if found is None:
+        return none
+    return {"command": found.line, "short": found.short, "short_until_unix_s": found.expires_unix_s}
 
 
 def _prefixes(live: dict[str, Any]) -> dict[str, int] | None:
@@ -209,11 +225,15 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
     if live is not None and live.get("silent") and record.state is HostState.READY:
         entry["state"] = HostState.SILENT.value
         entry["detail"] = f"has not answered for {live['last_heard_s']:.0f} s"
+    if live is not None and live.get("state") in (HostState.SLEEPING, HostState.LOADING) and lives:
+        entry["state"] = live["state"]
     if live is not None and live.get("state") in (HostState.SPARE, HostState.DRAINED):
         entry["state"] = live["state"]
         entry["detail"] = entry["detail"] if live.get("here", True) else "not here"
     elif live is not None and live.get("takeover_in_s") is not None:
         entry["detail"] = f"other stages take over its layers in {live['takeover_in_s']:.0f} s"
+    elif live is not None and (relay := live.get("relay")) is not None and not entry["detail"]:
+        entry["detail"] = "through the relay" if relay["connected"] else "its tunnel to the relay is broken"
     return entry
 
 
@@ -283,10 +303,14 @@ def key_of(pipeline: Launched) -> str:
         return ""
 
 
-def first_key(path: Path) -> str:
-    """Return the first key of a file of API keys; empty for none. Raises OSError, UnicodeDecodeError."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return next((line.split()[-1] for line in lines if line.strip() and not line.startswith("#")), "")
+def first_key(path: Path, *, of_gateway: bool = False) -> str:
+    """Return the first key of a file of API keys, or the first that is for gateways; empty for none.
+
+    Raises OSError, UnicodeDecodeError.
+    """
+    from relayline.coordinator.http.edge import key_file  # which most commands have no use for
+
+    return key_file.first_key(path.read_text(encoding="utf-8"), of_gateway=of_gateway)
 
 
 def end(pipeline: Launched, timeout_s: float, *, force: bool) -> None:

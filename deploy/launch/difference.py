@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from relayline.coordinator.model.cuts import ranges
 from relayline.deploy.launch.prepare import settled
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.common.texts import layer_range
@@ -62,41 +63,49 @@ def difference(
     old, new = [[stage.name for stage in manifest.members] for manifest in (running, wanted)]
     added = tuple(stage for stage in wanted.members if stage.name not in {*old, *known})
     spares = frozenset(stage.name for stage in added if stage in wanted.spares)
-    both = [name for name in new if name in old]
-    if both != old or (added and _reaches(running) != _reaches(wanted)):
-        return Difference((), cuts, (Change("stages", ", ".join(old), ", ".join(new)),))
-    sharing = [stage.name for stage in added if stage.name not in spares]
-    if sharing and (fixed := [stage.name for stage in wanted.stages if stage.layer_range is not None]):
-        change = Change("stages", ", ".join(old), ", ".join(new))
-        return Difference((), cuts, (change,), refusal=_fixed_text(", ".join(sharing), ", ".join(fixed)))
+    stages = Change("stages", ", ".join(old), ", ".join(new))
+    if [name for name in new if name in old] != old or (added and _reaches(running) != _reaches(wanted)):
+        return Difference((), cuts, (stages,))
+    if refusal := _refused_beside_fixed(wanted, [stage.name for stage in added if stage.name not in spares]):
+        return Difference((), cuts, (stages,), refusal=refusal)
     names, fixed_cuts = [stage.name for stage in wanted.stages], wanted.fixed_cuts()
     wanted = _without(wanted, set(new) - set(old))
     if names != list(holders or ()):  # else stages that were added have their layers by now
         names, fixed_cuts = [stage.name for stage in wanted.stages], wanted.fixed_cuts()
-    assert wanted.model_path is not None
+    others = _others(running, wanted)
+    if holders is not None and names != list(holders):  # others have taken their places: there is nothing to compare
+        return Difference((), cuts, others, added, spares)
+    new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(fixed_cuts, cuts, strict=True))
+    return Difference(_moved(names, cuts, new_cuts, n_layers), new_cuts, others, added, spares)
+
+
+def _refused_beside_fixed(wanted: Manifest, sharing: Sequence[str]) -> str:
+    """Return why stages cannot join a pipeline whose manifest fixes the layers of others; empty if it fixes none."""
+    fixed = [stage.name for stage in wanted.stages if stage.layer_range is not None]
+    return _fixed_text(", ".join(sharing), ", ".join(fixed)) if sharing and fixed else ""
+
+
+def _others(running: Manifest, wanted: Manifest) -> tuple[Change, ...]:
+    """Return what differs besides layers."""
     before, after = (_flat(_spec(each)) for each in (running, _settled_like(running, wanted)))
     for made in _MADE:
         key = ".".join(made)
         after.setdefault(key, before.get(key))
-    others = tuple(
+    return tuple(
         Change(key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not key.endswith("].layers")
     )
-    if names != list(holders if holders is not None else names):
-        return Difference(
-            (), cuts, others, added, spares
-        )  # others have taken their places: there is nothing to compare
-    edges = (0, *cuts, n_layers)
-    ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
-    new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(fixed_cuts, cuts, strict=True))
-    ends = (0, *new_cuts, n_layers)
-    moved = tuple(
-        Change(f"stages[{name}].layers", list(held), [ends[at], ends[at + 1]])
-        for at, (name, held) in enumerate(zip(names, ranges, strict=True))
-        if list(held) != [ends[at], ends[at + 1]]
+
+
+def _moved(names: Sequence[str], cuts: Cuts, new_cuts: Cuts, n_layers: int) -> tuple[Change, ...]:
+    """Return the stages whose layers move between two cuts of a model."""
+    held, wanted = ([list(edges) for edges in ranges(n_layers, each)] for each in (cuts, new_cuts))
+    return tuple(
+        Change(f"stages[{name}].layers", before, after)
+        for name, before, after in zip(names, held, wanted, strict=True)
+        if before != after
     )
-    return Difference(moved, new_cuts, others, added, spares)
 
 
 def _fixed_text(sharing: str, fixed: str) -> str:

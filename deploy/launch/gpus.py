@@ -14,7 +14,10 @@ from relayline.deploy.launch.prepare import find_model
 from relayline.deploy.machine.gpus import Gpu, known_gpus
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.smallest import StageFlags
-from relayline.deploy.planning.inputs import load_of, shape_of
+from relayline.deploy.planning.drafting import draft_memory
+from relayline.deploy.planning.inputs import load_of
+from relayline.deploy.planning.shapes import shape_of
+from relayline.stage.engine.device_choice import each_once
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.settings.device_texts import NO_DEVICE, read_devices
 
@@ -32,24 +35,28 @@ def with_usual_gpu(manifest: Manifest, flags: StageFlags, gpus: Callable[[], Seq
         return flags
     try:
         names = read_devices(named) if named else ()
-        found = [gpu for gpu in gpus() if not names or gpu.name in names]
+        found = [gpu for gpu in gpus() if gpu.name in names] if names else each_once(gpus())
         if not found:
             return flags
         facts = inspect_model(find_model(manifest))
     except RelaylineError:
         return flags
-    return offloaded(flags, found, shape_of(facts), load_of(manifest))
+    draft = draft_memory(manifest.serving, gpus)
+    draft_bytes = 0 if draft is None or draft.gpu is None else draft.gpu.total_bytes
+    return offloaded(flags, found, shape_of(facts), load_of(manifest), draft_bytes)
 
 
-def offloaded(flags: StageFlags, gpus: Sequence[Gpu], model: ModelShape, load: Load) -> StageFlags:
+def offloaded(
+    flags: StageFlags, gpus: Sequence[Gpu], model: ModelShape, load: Load, draft_bytes: int = 0
+) -> StageFlags:
     """Return the flags with as many layers on the GPUs as fit, in one stage unless they ask for more. Pure.
 
-    Stages on one GPU take turns, so a second one there only costs.
+    Stages on one GPU take turns, so a second one there only costs. `draft_bytes`: what a draft model takes of them.
     """
     asked = flags.n_stages if flags.cuts is None else len(flags.cuts) + 1
     names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in gpus)
     is_placed = any(flags.devices.get(name) for name in ("n_cpu_moe", "override_tensor"))  # weights, by the user
-    n_fit = model.n_layers if is_placed else layers_that_fit(gpus, model, load)
+    n_fit = model.n_layers if is_placed else layers_that_fit(gpus, model, load, draft_bytes)
     if flags.gpu_layers is None:
         if n_fit == 0 or (n_fit < model.n_layers and asked not in (None, 1)):
             log.warning("the model does not fit on %s, so the processor is used; --gpu-layers N puts N layers of each "
@@ -62,12 +69,13 @@ def offloaded(flags: StageFlags, gpus: Sequence[Gpu], model: ModelShape, load: L
     return dataclasses.replace(flags, n_stages=1) if asked is None else flags
 
 
-def layers_that_fit(gpus: Sequence[Gpu], model: ModelShape, load: Load) -> int:
+def layers_that_fit(gpus: Sequence[Gpu], model: ModelShape, load: Load, draft_bytes: int = 0) -> int:
     """Return how many layers, counted from the last one as llama.cpp does, the GPUs have memory for.
 
-    The head goes with all layers alone; the embedding table stays in the host's memory.
+    The head goes with all layers alone; the embedding table stays in the host's memory. `draft_bytes` as in
+    `offloaded`.
     """
-    usable = sum(gpu_usable_bytes(instance.Gpu(gpu.name, gpu.memory_bytes)) or 0 for gpu in gpus)
+    usable = sum(gpu_usable_bytes(instance.Gpu(gpu.name, gpu.memory_bytes)) or 0 for gpu in gpus) - draft_bytes
     for n_layers in range(model.n_layers, 0, -1):
         offload = instance.Offload(instance.Gpu("all"), -1 if n_layers == model.n_layers else n_layers)
         memory = stage_memory(model, load, 0, model.n_layers, offload).gpu

@@ -10,6 +10,7 @@ import concurrent.futures
 import socket
 from collections.abc import Callable, Sequence
 
+from relayline.deploy.machine.addresses import addresses_of, is_this_machine
 from relayline.deploy.manifest import Manifest, is_local
 
 LOOKUP_S = 5.0  # for all names together; a name that is not found by then is another host's
@@ -17,27 +18,6 @@ _ANYWHERE = ("192.0.2.1", 9)  # no host has it (RFC 5737); the way there is the 
 
 IsHere = Callable[[str], bool]
 Facing = Callable[[str], str]
-
-
-def addresses_of(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of a host, none for a name that is not known."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except OSError:
-        return []
-    return [(family, str(address[0])) for family, _, _, _, address in found]
-
-
-def is_this_machine(host: str) -> bool:
-    """Return whether a host is at an address of this machine."""
-    for family, address in addresses_of(host):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.bind((address, 0))  # the kernel binds no socket to an address of another machine
-            except OSError:
-                continue
-        return True
-    return False
 
 
 def facing(host: str) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayline.deploy.launch.invitations import can_sign, invite, invited_host
+from relayline.deploy.launch.invitations import can_sign, invite, invited_host, open_invitation
 from relayline.deploy.launch.target import MANIFEST_SUFFIXES
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import is_gateway
+from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, UsageError
-from relayline.wire.links.enrolment import JoinToken
+from relayline.wire.links.join_code import code_line
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.control import Launched
@@ -37,22 +40,48 @@ def added_host(launched: Launched, name: str) -> str:
     return invited_host(authority, name) if authority is not None else ""
 
 
-def join_line(address: str, token: JoinToken) -> str:
+def join_line(address: str, token: str, *, is_relayed: bool = False) -> str:
     """Return what to run on a host; `address` (host:port) is where it enrols."""
-    return f"relayline join {address} {token}"
+    return f"relayline join {address} {token}" + (" --relay" if is_relayed else "")
 
 
-def fresh_line(launched: Launched, name: str, host: str = "") -> str:
-    """Return a new line for a stage of a pipeline that runs here. Raises UsageError if there is no line to give.
+def check_is_pipeline(launched: Launched) -> None:
+    """Raise UsageError unless it is a pipeline that runs here: a gateway has no stages of its own."""
+    name = launched.state.name
+    if not launched.is_running:
+        raise UsageError(f"{name} does not run; `relayline up` starts it and prints the line of each host")
+    if is_gateway(launched.directory.manifest):
+        names = ", ".join(record.name for record in launched.state.processes if record.role == "pipeline") or "none"
+        raise UsageError(f"{name} is a gateway; name the pipeline with --pipeline NAME (it runs here: {names})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenLine:
+    """A join line whose code is open."""
+
+    line: str
+    short: str
+    """Its short form."""
+    expires_unix_s: int
+    """Of the code."""
+
+
+def for_a_while(short: str, expires_unix_s: int | None = None) -> str:
+    """Return what to print below a join line: its short form, and until when that is good; None: it was just made."""
+    if expires_unix_s is None:
+        return f"or, within {bounds.JOIN_CODE_S // 60} minutes: {short}"
+    return f"or, until {datetime.datetime.fromtimestamp(expires_unix_s):%H:%M}: {short}"
+
+
+def fresh_line(launched: Launched, name: str, host: str = "") -> tuple[str, str]:
+    """Return a new line for a stage of a pipeline that runs here, and its short form.
+
+    Raises UsageError if there is no line to give.
 
     `host`: of a stage that the manifest does not name; it can be left out once the stage was invited.
     """
     pipeline, address = launched.state.name, launched.state.enrol
-    if not launched.is_running:
-        raise UsageError(f"{pipeline} does not run; `relayline up` starts it and prints the line of each host")
-    if is_gateway(launched.directory.manifest):
-        names = ", ".join(record.name for record in launched.state.processes if record.role == "pipeline") or "none"
-        raise UsageError(f"{pipeline} is a gateway; name the pipeline with --pipeline NAME (it runs here: {names})")
+    check_is_pipeline(launched)
     manifest = load_manifest(launched.directory.manifest)
     stage = next((stage for stage in manifest.members if stage.name == name), None)
     authority = authority_of(manifest)
@@ -68,7 +97,26 @@ def fresh_line(launched: Launched, name: str, host: str = "") -> str:
         raise UsageError(
             f"hosts of {pipeline} get their credentials by hand: its links are plaintext, or its CA's key is elsewhere"
         )
-    return join_line(address, invite(authority, name, host))
+    is_relayed = stage is not None and stage.relay
+    coded = invite(authority, name, host, is_relayed=is_relayed)
+    short = code_line(coded.code, address, is_announced=manifest.serving.announce)
+    return join_line(address, coded.token, is_relayed=is_relayed), short
+
+
+def open_line(launched: Launched, name: str, now: datetime.datetime) -> OpenLine | None:
+    """Return the newest line of a stage while its code is open at `now`, None otherwise."""
+    address = launched.state.enrol
+    try:
+        manifest = load_manifest(launched.directory.manifest)
+        authority = authority_of(manifest)
+        found = open_invitation(authority, name, now) if authority is not None and address else None
+    except RelaylineError:
+        return None
+    if found is None:
+        return None
+    line = join_line(address, found.token, is_relayed=found.is_relayed)
+    short = code_line(found.code, address, is_announced=manifest.serving.announce)
+    return OpenLine(line, short, int(found.expires.timestamp()))
 
 
 def check_shares(launched: Launched, name: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
-from relayline.coordinator.planner.memory import MIB, usual_lanes
+from relayline.coordinator.planner.memory import usual_lanes
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.units import MIB
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import EngineSettings
 

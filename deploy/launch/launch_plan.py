@@ -27,6 +27,8 @@ class RemoteStage:
     """Arguments of `relayline stage` there, without --join."""
     bring: tuple[Path, ...] = ()
     """The files of this machine to copy there first: its TLS material, the token file."""
+    is_relayed: bool = False
+    """Whether nobody can connect to it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class LaunchPlan:
     """Directory of the CA that signs for hosts that join; None where they are given their credentials by hand."""
     enrol: tuple[str, int] = ("", 0)
     """Host and port where hosts get their certificates, with an authority."""
+    is_announced: bool = False
+    """Whether the local network is told of the pipeline."""
     needs_key: bool = False
     """Whether clients have to show an API key."""
     certificate: Path | None = None

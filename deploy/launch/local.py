@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from relayline.coordinator.engine.roster import default_names
-from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.child import Child, child_environment
+from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.run import Launch, plan_of
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.supervisor import STAGE_STOP_TIMEOUT_S, Supervisor
 from relayline.deploy.manifest import Manifest
-from relayline.wire.common.usable_cores import usable_cores
+from relayline.wire.common.usable_cores import computing_cores
 from relayline.wire.links import role_tokens
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.settings.setting import argument
@@ -30,7 +30,7 @@ OnLine = Callable[[str, str], None]
 
 def threads_per_stage(n_stages: int) -> int:
     """Return this process's cores divided by the stages on it: two stages that spin on all cores ruin each other."""
-    return max(1, len(usable_cores()) // n_stages)
+    return max(1, len(computing_cores()) // n_stages)
 
 
 def print_prefixed(name: str, text: str) -> None:

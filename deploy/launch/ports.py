@@ -6,13 +6,12 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
+from relayline.deploy.machine.ports import LOCALHOST
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
     from relayline.deploy.manifest import Manifest
-
-LOCALHOST = "127.0.0.1"
 
 
 def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
@@ -21,7 +20,11 @@ def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
     wanted = [("the HTTP API", http.host, http.port), ("joining stages", join_host(manifest), manifest.join_port)]
     if manifest.uses_tls and not all(stage.is_local for stage in manifest.members):
         wanted.append(("hosts that enrol", join_host(manifest), manifest.enrol_port))
+    if any(stage.relay for stage in manifest.members):
+        wanted.append(("tunnels of relayed stages", join_host(manifest), manifest.relay_port))
     for stage in manifest.members:
+        if stage.relay:
+            wanted.append((f"relayed stage {stage.name}", join_host(manifest), manifest.listen_port(stage)))
         if stage.is_local:
             host = stage_host(manifest)
             wanted.append((f"stage {stage.name}", host, manifest.listen_port(stage)))

@@ -28,7 +28,7 @@ from relayline.deploy.models.model_source import resolve_model
 from relayline.deploy.models.splits import split_for
 from relayline.deploy.planning.inputs import cuts_for
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.usable_cores import usable_cores
+from relayline.wire.common.usable_cores import computing_cores
 from relayline.wire.links.security import TOKEN_FILE
 
 Split = Callable[[Path, tuple[int, ...]], Path]
@@ -177,7 +177,7 @@ def threads_for(stage: Stage, stages: tuple[Stage, ...]) -> int:
     if stage.threads or not stage.is_local:
         return stage.threads
     local = [other for other in stages if other.is_local]
-    left = len(usable_cores()) - sum(other.threads for other in local)
+    left = len(computing_cores()) - sum(other.threads for other in local)
     return max(1, left // sum(1 for other in local if not other.threads))
 
 

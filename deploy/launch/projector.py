@@ -33,7 +33,7 @@ def with_projector(manifest: Manifest, reference: str) -> Manifest:
         log.info("projector: %s", path)
         return override(manifest, {entry_of(ServingSettings, "mmproj").place: str(path)})
     if reference and not manifest.serving.mmproj and (name := projector_of(reference)):
-        log.info("images are not served; the repository has a projector, %s; --mmproj auto uses it", name)
+        log.info("images and audio are not served; the repository has a projector, %s; --mmproj auto uses it", name)
     return manifest
 
 

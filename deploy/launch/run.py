@@ -15,7 +15,6 @@ from typing import Any
 
 from relayline.coordinator.model.gguf_file import headers_read_once
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context
 from relayline.deploy.launch.companions import check_companions
 from relayline.deploy.launch.first_plan import keep_plan, plan_event, waits_for_hosts
@@ -31,6 +30,7 @@ from relayline.deploy.launch.prepare import (
     settled,
     with_credentials,
 )
+from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.stage_checks import warn_of_shared_gpus
 from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
 from relayline.deploy.launch.supervisor import Emit, Supervisor
@@ -145,7 +145,8 @@ def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
         model = find_model(ready.manifest)
         mend = mender(model, pipeline_dir, file)
         keep_plan(ready.manifest, model, directory.plan)
-    plan = arrange(ready.manifest, to_start.source, directory.manifest, to_start.log_flags, split_flags)
+    fixed = tuple(stage.name for stage in to_start.manifest.stages if stage.layer_range is not None)
+    plan = arrange(ready.manifest, to_start.source, directory.manifest, to_start.log_flags, split_flags, fixed)
     return plan, mend
 
 

@@ -15,8 +15,7 @@ import click
 from relayline.deploy.launch.ports import join_host
 from relayline.deploy.models.recut import cutter, model_of, shape_reader
 from relayline.wire.common.errors import UsageError
-
-GIB = 1 << 30
+from relayline.wire.common.units import GIB
 
 if TYPE_CHECKING:
     from relayline.coordinator.joining.config import JoinConfig, PoolState
@@ -36,15 +35,6 @@ def read_manifest(ctx: click.Context, _: click.Parameter, path: Path | None) -> 
     return manifest
 
 
-manifest_option = click.option(
-    "--manifest",
-    type=click.Path(path_type=Path, dir_okay=False),
-    is_eager=True,
-    callback=read_manifest,
-    help="Take model, stages and settings from a manifest; flags win over it.",
-)
-
-
 def flag_defaults(manifest: Manifest) -> dict[str, Any]:
     """Return the manifest's values by the names of `relayline serve`'s parameters."""
     from relayline.deploy.manifest.settings import parameters_of
@@ -54,6 +44,7 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         "names": ",".join(stage.name for stage in manifest.stages),
         "spares": ",".join(stage.name for stage in manifest.spares),
         "join_listen": (join_host(manifest), manifest.join_port),
+        "relay_listen": (join_host(manifest), manifest.relay_port),
         "http": (http.host, http.port),
         "allow_hosts": spec.coordinator.allow_hosts,
     }
@@ -112,7 +103,9 @@ def for_each_stage(
                 memory_bytes=round((stage.memory_gib or 0) * GIB),
             )
         )
-    return dataclasses.replace(join, stages=tuple(places)).with_one_layout()
+    ports = {stage.name: manifest.listen_port(stage) for stage in manifest.members if stage.relay}
+    relay = dataclasses.replace(join.relay, advertise=manifest.spec.coordinator.host, ports=ports)
+    return dataclasses.replace(join, stages=tuple(places), relay=relay).with_one_layout()
 
 
 def check_named(directory: Path | None, manifest: Manifest | None) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.invitations import has_joined, invite
@@ -23,13 +22,15 @@ from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
 from relayline.deploy.launch.state import NOT_SEEN, ProcessRecord, StateDir
-from relayline.deploy.launch.waiting import IDLE, Waiting
+from relayline.deploy.launch.waiting import RESTING, Waiting
 from relayline.deploy.models.mend import Mend, nothing_to_mend
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of
+from relayline.wire.links.join_code import code_line
 from relayline.wire.links.security import address_of, host_of, is_loopback
 
 log = logging.getLogger("relayline.up")
@@ -46,6 +47,20 @@ class _Kept:
 
     def __init__(self, child: Child, policy: RestartPolicy, writer: LogWriter) -> None:
         self.child, self.history, self.log = child, RestartHistory(policy), writer
+        self._settled_s: float | None = None
+
+    def begins(self) -> None:
+        """A process starts."""
+        self._settled_s = None
+
+    def settles(self) -> None:
+        """It is ready, or rests: a spare, and a stage that comes back asleep, may not serve for days."""
+        if self._settled_s is None:
+            self._settled_s = time.monotonic()
+
+    def settled_for_s(self) -> float:
+        """Return how long it has been ready or at rest, 0 where it never was."""
+        return time.monotonic() - self._settled_s if self._settled_s is not None else 0.0
 
 
 class Supervisor:
@@ -102,10 +117,10 @@ class Supervisor:
         for remote in self.plan.remote:
             authority = self.plan.authority
             again = authority is not None and await asyncio.to_thread(has_joined, authority, remote.name, remote.host)
-            command, bring = await self._remote_command(remote, join)
+            command, bring, short = await self._remote_command(remote, join)
             self.board.set_process(remote.name, command=command, has_joined=again)
             self._emit({"event": "remote", "name": remote.name, "host": remote.host, "command": command,
-                        "bring": bring, "again": again})  # fmt: skip
+                        "short": short, "bring": bring, "again": again})  # fmt: skip
         await first_of(self._ready, self.failed)
         if self.failed.done():
             self.failed.result()
@@ -131,13 +146,15 @@ class Supervisor:
                 self._stages[stage.name] = self._kept(stage.name, self._stage_arguments(stage, join), None)
                 self._keep(self._stages[stage.name])
 
-    async def _remote_command(self, remote: RemoteStage, join: str) -> tuple[str, str]:
-        """Return the command to run on another host, and the files to copy there first."""
+    async def _remote_command(self, remote: RemoteStage, join: str) -> tuple[str, str, str]:
+        """Return the command to run on another host, the files to copy there first, and the command's short form."""
         if self.plan.authority is None:
             command = ("relayline", "stage", "--join", join, "--name", remote.name, *remote.arguments)
-            return shlex.join(command), " and ".join(map(str, remote.bring))
-        token = await asyncio.to_thread(invite, self.plan.authority, remote.name, remote.host)
-        return join_line(self.board.state.enrol, token), ""
+            return shlex.join(command), " and ".join(map(str, remote.bring)), ""
+        address, is_relayed = self.board.state.enrol, remote.is_relayed
+        coded = await asyncio.to_thread(invite, self.plan.authority, remote.name, remote.host, is_relayed=is_relayed)
+        short = code_line(coded.code, address, is_announced=self.plan.is_announced)
+        return join_line(address, coded.token, is_relayed=is_relayed), "", short
 
     def _serve_arguments(self, http: tuple[str, int], join: tuple[str, int], enrol: tuple[str, int]) -> tuple[str, ...]:
         enrolling: tuple[str, ...] = ()
@@ -174,7 +191,8 @@ class Supervisor:
     async def _keep_alive(self, kept: _Kept) -> None:
         name = kept.child.name
         while True:
-            ready_for_s = await self._live(kept)
+            await self._live(kept)
+            ready_for_s = kept.settled_for_s()
             if self._stopping.is_set():
                 return
             cause = kept.child.cause_of_death()
@@ -202,9 +220,10 @@ class Supervisor:
             return None  # a taken port or a bad model at the start is for the user to see now
         return kept.history.died(ready_for_s, kept.child.exit_code, is_damaged=is_damaged)
 
-    async def _live(self, kept: _Kept) -> float:
-        """Run one life of a process; returns for how many seconds it was ready."""
+    async def _live(self, kept: _Kept) -> None:
+        """Run one life of a process."""
         child = kept.child
+        kept.begins()
         await child.start()
         process = identify(child.pid)
         ticks = process.start_ticks if process is not None else 0
@@ -212,16 +231,12 @@ class Supervisor:
         self.board.set_process(child.name, state=HostState.STARTING, pid=pid, start_ticks=ticks, address="")
         if self._stopping.is_set():
             await child.stop(STAGE_STOP_TIMEOUT_S)  # it was still starting when the others were stopped
-            return 0.0
-        try:
+            return
+        with contextlib.suppress(StartError):
             event = await asyncio.shield(child.ready)
-        except StartError:
-            await child.exited.wait()
-            return 0.0
-        began_s = time.monotonic()
-        self._on_ready(child, event)
+            kept.settles()
+            self._on_ready(child, event)
         await child.exited.wait()
-        return time.monotonic() - began_s
 
     def _on_ready(self, child: Child, event: dict[str, Any]) -> None:
         address = self._reachable(event.get("address", "")) or event.get("url", "")
@@ -275,9 +290,11 @@ class Supervisor:
         if name in self._stages:
             # Stages here are seen at first hand; the coordinator only knows a starting stage's present work.
             at_work = (HostState.MEASURING, HostState.FETCHING, HostState.LOADING)
-            if (known in at_work and was in (HostState.STARTING, *at_work)) or known in IDLE:
+            if (known in at_work and was in (HostState.STARTING, *at_work)) or known in RESTING:
                 self.board.set_process(name, state=known)
-            elif was in IDLE and known in (*at_work, HostState.READY):  # it holds layers again
+                if known in RESTING:
+                    self._stages[name].settles()
+            elif was in RESTING and known in (*at_work, HostState.READY):  # it holds layers again
                 self.board.set_process(name, state=known, address=address)
             elif was in at_work and known is HostState.READY and self._stages[name].child.ready.done():
                 self.board.set_process(name, state=known, address=address)  # it was ready before, with other layers
@@ -286,7 +303,7 @@ class Supervisor:
             known = HostState.LOST  # a restarted coordinator has not seen it yet
         details = {
             HostState.READY: "",
-            **dict.fromkeys(IDLE, ""),
+            **dict.fromkeys(RESTING, ""),
             HostState.WAITING: "has not joined yet",
             HostState.LOST: "start it there again if it has ended",
         }

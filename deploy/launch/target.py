@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from relayline.deploy.manifest.load import KINDS
-from relayline.deploy.manifest.model import API_VERSION
-from relayline.deploy.models.model_source import SCHEME, is_hub_name, is_pattern
+from relayline.deploy.manifest.model import API_VERSION, HUB_SCHEME
+from relayline.deploy.models.model_source import is_hub_name, is_pattern
 from relayline.wire.common.errors import UsageError
 
 MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
@@ -22,7 +22,7 @@ def manifest_of(target: str | None, here: Path) -> Path | None:
     if target is None:
         return _only_manifest(here)
     path = Path(target)
-    if target.startswith(SCHEME):
+    if target.startswith(HUB_SCHEME):
         return None
     if path.is_dir():
         found = manifests_in(path)

@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any
 
+from relayline.deploy.launch.inviting import for_a_while
 from relayline.wire.common.texts import named_layers
 from relayline.wire.links.security import host_of, is_loopback
 
@@ -25,7 +26,8 @@ def line_of(event: dict[str, Any], *, as_json: bool, is_here: bool = False) -> s
             first = f" (copy {event['bring']} there first)" if event["bring"] else ""
             # A host that has joined before comes back by itself, as long as its process or its service runs.
             where = f"on {event['host']}, unless it still runs there" if event.get("again") else f"on {event['host']}"
-            return f"{where}, run{first}:\n  {event['command']}"
+            short = f"\n  {for_a_while(event['short'])}" if event.get("short") else ""
+            return f"{where}, run{first}:\n  {event['command']}{short}"
         case "ready":
             return _ready_line(event) + (f"\n{ENDING}" if is_here else "")
         case _:
@@ -41,6 +43,8 @@ def _ready_line(event: dict[str, Any]) -> str:
     lines = [f"ready: {reached or event['url']}/v1{note}", f"page:  {_address(event)}/", "try it:"]
     if event.get("chat", True) and event.get("role") != "gateway":
         lines.append("  relayline chat")
+    if asleep := event.get("asleep"):
+        lines.insert(0, f"asleep, because {event['awake_max']} may be awake at once: {', '.join(asleep)}")
     return "\n".join([*lines, f"  {curl_of(event)}"])
 
 

@@ -13,8 +13,9 @@ from relayline.wire.common.phase import HostState
 
 FETCH_LINE_EVERY_S = 5.0
 IDLE = (HostState.SPARE, HostState.DRAINED)  # here, and without layers
+RESTING = (HostState.SLEEPING, *IDLE)
 _JOINED = (HostState.STARTING, HostState.MEASURING, HostState.FETCHING, HostState.LOADING, HostState.READY,
-           HostState.SILENT, *IDLE)  # fmt: skip
+           HostState.SILENT, *RESTING)  # fmt: skip
 GB, MB = 1e9, 1e6
 
 
@@ -43,7 +44,7 @@ class Waiting:
             return []
         self._states[name] = HostState(event["state"])
         events = self._members() + self._fetch(name, event.get("done_bytes", 0), event.get("total_bytes", 0), now_s)
-        self.is_over = all(state in (HostState.READY, *IDLE) for state in self._states.values())
+        self.is_over = all(state in (HostState.READY, *RESTING) for state in self._states.values())
         return events
 
     def _members(self) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.usable_cores import usable_cores
+from relayline.wire.common.usable_cores import computing_cores, usable_cores
 
 Cores = tuple[int, ...]
 
@@ -63,9 +63,11 @@ def keep_to(cores: Cores) -> None:
 def shares(n_threads: Sequence[int]) -> list[Cores] | None:
     """Return the cores of each of this machine's stages, from their threads; None: they run on any.
 
-    They do where there are fewer cores than threads, and where the system does not say where its cores are.
+    They do where there are fewer cores than threads, and where the system does not say where its cores are. Cores that
+    are much slower than others have no part, unless there are more threads than others.
     """
-    places = _places(usable_cores())
+    fast, usable = computing_cores(), usable_cores()
+    places = _places(fast if sum(n_threads) <= len(fast) else usable)
     return None if places is None else divided(in_order(places), n_threads)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from relayline.wire.common.memory import available_memory_bytes as available_memory_bytes
 from relayline.wire.common.memory import total_memory_bytes as total_memory_bytes
-from relayline.wire.common.usable_cores import usable_cores
+from relayline.wire.common.usable_cores import computing_cores
 
 BANDWIDTH_PROBE_BYTES = 64 << 20  # beyond most caches
 FLOPS_PROBE_SIZE = 768
@@ -22,8 +22,8 @@ READ_SHARE, FLOPS_SHARE = 0.9, 0.8
 
 
 def cores() -> int:
-    """Return the cores that this process may use."""
-    return len(usable_cores())
+    """Return the number of cores on which this process computes."""
+    return len(computing_cores())
 
 
 @functools.cache

@@ -22,7 +22,8 @@ _LIST = """
 import json, os
 from relayline.stage.engine import ggml
 found = [(each.name, each.description, each.is_gpu, each.shares_memory,
-          ggml.memory_bytes(each)[1] if each.has_own_memory else 0) for each in ggml.list_devices()]
+          ggml.memory_bytes(each)[1] if each.has_own_memory else 0,
+          each.bus_id if each.has_own_memory else "") for each in ggml.list_devices()]
 print("\\n" + json.dumps(found), flush=True)
 os._exit(0)  # some backends abort at exit if something was not freed
 """
@@ -39,6 +40,8 @@ class HostDevice(NamedTuple):
     """Whether it is a GPU with no memory but the host's."""
     memory_bytes: int
     """Of a GPU with its own memory; otherwise 0."""
+    bus_id: str = ""
+    """Where such a GPU sits in its host; empty where its backend does not know."""
 
 
 class Gpu(NamedTuple):
@@ -48,6 +51,8 @@ class Gpu(NamedTuple):
     """As llama.cpp's flags have it, such as CUDA0."""
     description: str
     memory_bytes: int
+    bus_id: str = ""
+    """As of HostDevice."""
 
 
 def devices_here(program: str = _LIST) -> tuple[HostDevice, ...] | None:
@@ -77,7 +82,7 @@ def gpus_here(devices: Callable[[], tuple[HostDevice, ...] | None] = known_devic
     """
     found = devices() if gpu_backends() else None
     return tuple(
-        Gpu(each.name, each.description, each.memory_bytes)
+        Gpu(each.name, each.description, each.memory_bytes, each.bus_id)
         for each in found or ()
         if each.is_gpu and not each.shares_memory
     )

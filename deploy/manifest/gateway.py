@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from relayline.deploy.manifest.load import parse_kind
+from relayline.deploy.manifest.load import manifest_bytes, parse_kind
 from relayline.deploy.manifest.model import STAGES_MAX, HttpTls, Manifest, ManifestFile, Metadata
 from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Part, Port
 from relayline.deploy.manifest.stage import Stage
-from relayline.deploy.manifest.text import TEXT_BYTES_MAX
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.files import write_again
 
@@ -97,6 +96,8 @@ class GatewaySpec(Part):
     """The pipelines. Those that serve the same model share its requests; the first one's is used without `model`."""
     http: GatewayHttp = GatewayHttp()
     """The API's address."""
+    awake_max: Annotated[int, Field(ge=0, le=PIPELINES_MAX)] = 0
+    """How many pipelines may be awake at once, replicas included; others are put to sleep. 0: all."""
     api_keys_file: FilePath | None = None
     """File with one API key per line; with it, requests need `Authorization: Bearer KEY`."""
     allow_hosts: Annotated[tuple[Host, ...], Field(max_length=64)] = ()
@@ -182,10 +183,8 @@ def _places(entry: PipelineEntry) -> Iterator[tuple[str, Place]]:
 
 
 def load_gateway(path: Path) -> GatewayManifest:
-    """Read a gateway's manifest. Raises ManifestError (a UsageError), OSError if it cannot be read."""
-    with path.open("rb") as file:
-        data = file.read(TEXT_BYTES_MAX + 1)
-    return parse_kind(data, str(path), GatewayManifest, KIND).with_directory(path.absolute().parent)
+    """Read a gateway's manifest. Raises UsageError, OSError if it cannot be read."""
+    return parse_kind(manifest_bytes(path), str(path), GatewayManifest, KIND).with_directory(path.absolute().parent)
 
 
 def write_gateway(manifest: GatewayManifest, path: Path) -> None:
@@ -205,8 +204,7 @@ def is_gateway(path: Path) -> bool:
     from relayline.deploy.manifest.text import TextError, read_document
 
     try:
-        with path.open("rb") as file:
-            value: Any = read_document(file.read(TEXT_BYTES_MAX + 1)).value
+        value: Any = read_document(manifest_bytes(path)).value
     except (OSError, TextError, UsageError):
         return False  # reading it as a pipeline's manifest reports the mistake
     return isinstance(value, dict) and value.get("kind") == KIND

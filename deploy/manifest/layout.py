@@ -26,20 +26,38 @@ def check_stages(stages: Sequence[Stage], coordinator_ports: Mapping[int, str], 
     `coordinator_ports`: the use of each port that is known before the start.
     """
     names: dict[str, int] = {}
-    ports: dict[tuple[str, int], str] = {}
+    taken: dict[tuple[str, int], str] = {}  # by host and port: which stage has it
+    at_coordinator: dict[int, Stage] = {}
     for index, stage in enumerate(stages):
         if stage.name in names:
             raise StageError(index, "name", f"stage name {stage.name!r} is taken by stage {names[stage.name]}")
         names[stage.name] = index
+        if stage.relay and stage.is_local:
+            raise StageError(index, "relay", "relay is for a stage on another host; give its `host`")
         listen, metrics = listen_port(stages, stage), metrics_port(stages, stage)
-        for field, port in (("port", listen), ("metricsPort", metrics)):
-            owner = ports.setdefault((stage.host, port), stage.name)
-            if port and (owner != stage.name or (field == "metricsPort" and port == listen)):
-                raise StageError(index, field, f"port {port} on {stage.host} is taken by stage {owner!r}")
-            if port in coordinator_ports and (stage.is_local or stage.host == coordinator_host):
+        is_there = stage.is_local or stage.host == coordinator_host
+        if stage.relay or (is_there and stage.port):
+            other = at_coordinator.setdefault(listen, stage)
+            if other is not stage and (stage.relay or other.relay):
+                raise StageError(index, "port", f"port {listen} on {coordinator_host} is taken by stage {other.name!r}")
+        if stage.relay and listen in coordinator_ports:
+            raise StageError(index, "port", f"port {listen} is taken by the coordinator's {coordinator_ports[listen]}")
+        own = {"metricsPort": metrics} if stage.relay else {"port": listen, "metricsPort": metrics}
+        _take(taken, index, stage, own)
+        for field, port in own.items():
+            if is_there and port in coordinator_ports:
                 raise StageError(index, field, f"port {port} is taken by the coordinator's {coordinator_ports[port]}")
         if stage.gpu_layers is not None and stage.device == "cpu":
             raise StageError(index, "gpuLayers", "gpuLayers needs `device: gpu`")
+
+
+def _take(taken: dict[tuple[str, int], str], index: int, stage: Stage, own: Mapping[str, int]) -> None:
+    """Note a stage's own ports on its host, by field; 0 is chosen by the system. Raises StageError for a taken one."""
+    for at, (field, port) in enumerate(own.items()):
+        owner = taken.setdefault((stage.host, port), stage.name)
+        is_own_again = port in [*own.values()][:at]
+        if port and (owner != stage.name or is_own_again):
+            raise StageError(index, field, f"port {port} on {stage.host} is taken by stage {owner!r}")
 
 
 def check_spares(spares: Sequence[Stage]) -> None:
@@ -64,7 +82,7 @@ def check_layers(stages: Sequence[Stage]) -> None:
             continue
         start, next_end = stage.layer_range
         left = start - end
-        where = f"after stage {before!r} ends at {end}" if before else "at the start of the model"
+        where = f"after stage {before!r}, whose last layer is {end - 1}" if before else "at the start of the model"
         if left < 0:
             raise StageError(index, "layers", f"stage {before!r} holds {named_layers(start, end)} already")
         if n_auto == 0 and left > 0:
@@ -89,7 +107,17 @@ def fixed_cuts(stages: Sequence[Stage]) -> tuple[int | None, ...]:
 
 def listen_port(stages: Sequence[Stage], stage: Stage) -> int:
     """Return the port a stage listens on; 0 means chosen by the system."""
-    return stage.port if stage.port or stage.is_local else STAGE_PORT + place_on_host(stages, stage)
+    if stage.port or stage.is_local:
+        return stage.port
+    return relay_port_of(stages, stage) if stage.relay else STAGE_PORT + place_on_host(stages, stage)
+
+
+def relay_port_of(stages: Sequence[Stage], stage: Stage) -> int:
+    """Return the port of a relayed stage at the coordinator's host: the next one that no stage there has been given."""
+    given = {other.port for other in stages if other.port and (other.is_local or other.relay)}
+    free = (port for port in itertools.count(STAGE_PORT) if port not in given)
+    waiting = [other.name for other in stages if other.relay and not other.port]
+    return next(itertools.islice(free, waiting.index(stage.name), None))
 
 
 def metrics_port(stages: Sequence[Stage], stage: Stage) -> int:

@@ -12,12 +12,13 @@ from pydantic_core import ErrorDetails
 
 from relayline.deploy.manifest.fields import child_type, field_names, places_of
 from relayline.deploy.manifest.layout import StageError
-from relayline.deploy.manifest.model import API_VERSION, AUTO_PROJECTOR, KIND, Manifest
+from relayline.deploy.manifest.model import API_VERSION, AUTO_PROJECTOR, HUB_SCHEME, KIND, Manifest
 from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
 from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.adapter_texts import placed
 from relayline.wire.model_files.gguf_header import MAGIC
+from relayline.wire.settings.table import KEPT_DIRECTORIES
 
 Root = TypeVar("Root", bound=Part)
 
@@ -34,13 +35,26 @@ class ManifestError(UsageError):
         self.lines = lines
 
 
+def manifest_bytes(path: Path) -> bytes:
+    """Return what a manifest's file holds, and no more than tells that it is too long.
+
+    Raises UsageError for what is no file, OSError for one that cannot be read.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    if not path.is_file():  # a pipe would keep us waiting for ever
+        raise UsageError(f"{path}: is not a file; a manifest is a .yaml file")
+    with path.open("rb") as file:
+        return file.read(TEXT_BYTES_MAX + 1)
+
+
 def load_manifest(path: Path) -> Manifest:
     """Read a manifest; its relative paths resolve against the file's directory.
 
-    Raises ManifestError (a UsageError) with every mistake of the file, OSError if it cannot be read.
+    Raises UsageError: where there is no such file, and ManifestError with every mistake of one; OSError if it cannot be
+    read.
     """
-    with path.open("rb") as file:
-        data = file.read(TEXT_BYTES_MAX + 1)
+    data = manifest_bytes(path)
     if data.startswith(MAGIC):
         raise ManifestError([f"{path}: is a model, not a manifest; `relayline init --model {path}` writes a manifest"])
     return _with_full_paths(parse_manifest(data, str(path)).with_directory(path.absolute().parent))
@@ -56,6 +70,11 @@ def _with_full_paths(manifest: Manifest) -> Manifest:
             raise UsageError(f"coordinator.lora: {error}") from None
     if serving.mmproj not in ("", AUTO_PROJECTOR):
         found["mmproj"] = str(manifest.resolve(serving.mmproj))
+    if serving.draft_model and not serving.draft_model.startswith(HUB_SCHEME):
+        found["draft_model"] = str(manifest.resolve(serving.draft_model))
+    for name in KEPT_DIRECTORIES:
+        if directory := getattr(serving, name):
+            found[name] = str(manifest.resolve(directory))
     if not found:
         return manifest
     coordinator = manifest.spec.coordinator.model_copy(update=found)
@@ -123,7 +142,8 @@ def _identity_complaints(document: Document, kind: str) -> list[Complaint]:
     complaints = []
     for key, right in (("apiVersion", API_VERSION), ("kind", kind)):
         if key in value and value[key] != right:
-            problem = f"{key} is {_shown(value[key])}; this relayline reads {right}"
+            known = " and ".join(KINDS) if key == "kind" else right
+            problem = f"{key} is {_shown(value[key])}; this relayline reads {known}"
             if key == "kind" and value[key] in KINDS:
                 problem = (
                     f"kind is {value[key]}; this command reads {right}; `up`, `plan`, `doctor` and `render` take both"

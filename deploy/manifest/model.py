@@ -20,14 +20,16 @@ from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, 
 from relayline.deploy.manifest.settings import declare_settings, read_settings
 from relayline.deploy.manifest.stage import LayerRange, Link, Speed, Stage
 from relayline.wire.common.places import expanded
+from relayline.wire.links import enrolment
 from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
 API_VERSION = "relayline.dev/v1alpha1"
 AUTO_PROJECTOR = "auto"  # of coordinator.mmproj: the one in the model's repository, or next to the model
+HUB_SCHEME = "hf://"  # of a model on the hub
 KIND = "Pipeline"
 STAGES_MAX = 64
 ALLOWED_HOSTS_MAX = 64
-ENROL_PORT = 50_049  # of the coordinator, where other hosts get their certificates
+RELAY_PORT = 50_048  # of the coordinator, where tunnels of relayed stages end
 JOIN_PORT = 50_050  # of the coordinator, where other hosts have to find it
 
 __all__ = ["LayerRange", "Link", "Manifest", "Spec", "Speed", "Stage"]
@@ -97,6 +99,9 @@ class Coordinator(Part):
     """Port on which stages join. 0: chosen by the system while all stages are local, else 50050."""
     enrol_port: Port = 0
     """Port where other hosts get their certificates, by the line that `relayline up` prints. 0: 50049."""
+    relay_port: Port = 0
+    """Port where the tunnels of stages with `relay` end. 0: chosen by the system while all stages are local, else
+    50048."""
     declare_settings(locals(), "coordinator")
     api_keys_file: FilePath | None = None
     """File with one API key per line; with it, requests need `Authorization: Bearer KEY`."""
@@ -192,7 +197,8 @@ class Spec(Part):
         ports = {
             own.http.port: "http",
             own.join_port or is_apart * JOIN_PORT: "joinPort",
-            own.enrol_port or is_apart * ENROL_PORT: "enrolPort",
+            own.enrol_port or is_apart * enrolment.PORT: "enrolPort",
+            own.relay_port or is_apart * RELAY_PORT: "relayPort",
         }
         return {port: use for port, use in ports.items() if port}
 
@@ -294,7 +300,12 @@ class Manifest(ManifestFile):
     @property
     def enrol_port(self) -> int:
         """Port where other hosts get their certificates."""
-        return self.spec.coordinator.enrol_port or ENROL_PORT
+        return self.spec.coordinator.enrol_port or enrolment.PORT
+
+    @property
+    def relay_port(self) -> int:
+        """Port where tunnels of relayed stages end; 0 means chosen by the system."""
+        return self.spec.coordinator.relay_port or (0 if self.all_local else RELAY_PORT)
 
     @property
     def engine(self) -> EngineSettings:
@@ -312,7 +323,7 @@ class Manifest(ManifestFile):
         return read_settings(TelemetrySettings, self.spec)
 
     def listen_port(self, stage: Stage) -> int:
-        """Return the port a stage listens on; 0 means chosen by the system."""
+        """Return the port where others reach a stage; 0 means chosen by the system."""
         return layout.listen_port(self.members, stage)
 
     def metrics_port(self, stage: Stage) -> int:

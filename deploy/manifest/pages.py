@@ -6,6 +6,7 @@ With --check it writes nothing, and fails if one of them is out of date.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from relayline.coordinator.gateway.metrics import GatewayMetrics
 from relayline.coordinator.gateway.router import Router
 from relayline.coordinator.observe.metrics import Described
 from relayline.coordinator.observe.request_metrics import RequestMetrics
+from relayline.coordinator.observe.usage import KeyUsage
 from relayline.deploy.manifest.gateway import GatewayManifest
 from relayline.deploy.manifest.schema import GATEWAY_SCHEMA_FILE, SCHEMA_FILE, schema_text
 from relayline.stage.observe import figures
@@ -60,7 +62,8 @@ COORDINATOR_HEAD = """## A coordinator
 At the address of its API. `stage` is the index of a stage, or `coordinator` for the link to the first stage. The
 figures of stages are as the coordinator last heard them, for a Prometheus that reads the coordinator alone.
 `relayline_grants_total` and `relayline_grant_rows_total` move only with `--grant-steps`, and the figures of drafts only
-with drafts.
+with drafts. Those with `api_key`, a key's name, are there once a key of `--api-keys` was used: the first 256 keys have
+their own, and all others share one.
 """
 GATEWAY_HEAD = """## A gateway
 
@@ -74,6 +77,7 @@ EXAMPLE = {  # of GET /v1/pipeline: one of everything that has a metric
     "plan": {"n_groups": 0, "group_rows": 0}, "overlap": {"1": 0.0}, "certificate_expires_unix_s": 0.0,
     "link": {"envelopes_sent": 0, "payload_bytes_sent": 0, "in_flight_bytes": 0, "window_bytes": 0},
     "telemetry": {"exported_spans": 0, "dropped_spans": 0, "level": 0},
+    "keys": [dataclasses.asdict(KeyUsage(""))], "batches": {"running": 0},
     "stages": [
         {"index": 0, "up": True, "steps": 0, "rows": 0, "frames": 0, "padded_rows": 0, "micro_batches": 0, "busy_ns": 0,
          "envelopes_in": 0, "envelopes_out": 0, "payload_bytes_in": 0, "payload_bytes_out": 0, "lanes_used": 0,

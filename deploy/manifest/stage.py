@@ -10,6 +10,7 @@ from relayline.deploy.machine.cores import read_cores, write_cores
 from relayline.deploy.manifest.deployment import Tolerations
 from relayline.deploy.manifest.scalars import CoreList, DnsLabel, FilePath, Host, Labels, Part, Port, is_local
 from relayline.deploy.manifest.settings import declare_settings, stage_settings
+from relayline.wire.common.units import GIB
 from relayline.wire.settings.device_texts import NO_DEVICE, read_devices, read_overrides, read_shares
 from relayline.wire.settings.setting import STAGES
 from relayline.wire.settings.table import LAYERS_MAX, EngineSettings
@@ -60,6 +61,9 @@ class Stage(Part):
     port: Port = 0
     """Port its neighbours connect to. 0: chosen by the system on localhost; elsewhere 50051, 50052... in stage order
     on each host, so that a firewall can be opened beforehand."""
+    relay: bool = False
+    """For a host to which nobody can connect, as behind NAT: others reach the stage through a relay at
+    coordinator.host. `port` is then a port there; `host` need not be an address."""
     device: Literal["cpu", "gpu"] = "cpu"
     """Where its layers are computed."""
     gpu_layers: Annotated[int, Field(ge=-1, le=LAYERS_MAX)] | None = None
@@ -136,6 +140,11 @@ class Stage(Part):
         if self.device == "cpu":
             return 0
         return -1 if self.gpu_layers is None else self.gpu_layers
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory that its model and cache may take, of its GPU if it has one; None where the manifest says nothing."""
+        return None if self.memory_gib is None else int(self.memory_gib * GIB)
 
     @property
     def container_memory_gib(self) -> float | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
+from relayline.deploy.manifest.model import HUB_SCHEME
 from relayline.deploy.models.hub_choice import SHARD, chosen_file, models_among, projector_among
 from relayline.deploy.models.hub_download import load_blob
 from relayline.wire.common.errors import ModelFileError, UsageError
@@ -30,7 +31,6 @@ from relayline.wire.common.places import home
 _DISK_ERRORS = frozenset(
     (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
 )
-SCHEME = "hf://"
 MODELS_SHOWN = 8  # of a directory that holds several
 SHARDS_MAX = 4_096  # as many as a sharded set may have, see coordinator.model.gguf_file
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -70,11 +70,11 @@ def is_hub_name(text: str) -> bool:
 
 def is_on_hub(reference: str) -> bool:
     """Return whether a reference means a model of the hub, and nothing on this machine."""
-    return reference.startswith(SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference))
+    return reference.startswith(HUB_SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference))
 
 
 def check_here(reference: str) -> None:
-    """Raise ModelFileError where a reference means a model on this machine, and there is none."""
+    """Raise UsageError where a reference means a model on this machine, and there is none."""
     if not is_on_hub(reference):
         local_model(reference)
 
@@ -103,7 +103,7 @@ def resolve_model(reference: str, sha256: str = "") -> Path:
     sha256: of that file, in hex, checked if given; a file once checked is not read again while it looks the same. Of a
     sharded set it would cover one shard only, so there it is refused.
 
-    Raises UsageError (a reference that is none, a checksum that cannot be one), ModelFileError (nothing there, no
+    Raises UsageError (a reference that is none, nothing there, a checksum that cannot be one), ModelFileError (no
     access, no network, another content).
     """
     if sha256 and not _SHA256.fullmatch(sha256.lower()):
@@ -122,7 +122,7 @@ def resolve_projector(reference: str, model: Path) -> Path:
     if is_on_hub(reference):
         source = parse_reference(reference)
         if not (name := projector_among(_names_of(source))):
-            raise ModelFileError(f"{SCHEME}{source.repo}: it holds no projector (mmproj*.gguf); name one as a file")
+            raise ModelFileError(f"{HUB_SCHEME}{source.repo}: it holds no projector (mmproj*.gguf); name one as a file")
         return _load(source, name, source.revision)
     folders = [model.parent]
     if "snapshots" in model.parts[:-2]:  # of the hub's cache: a repository may keep models in folders
@@ -143,22 +143,22 @@ def projector_of(reference: str) -> str:
 def local_model(named: str) -> Path:
     """Return the only or first file of a model here: of a file, a shard, a directory or a pattern.
 
-    Raises ModelFileError if there is none, or more than one.
+    Raises UsageError if there is none, or more than one.
     """
     path = Path(named)
     if path.is_dir():
         if (path / PIPELINE_NAME).is_file():
-            raise ModelFileError(f"{path}: holds a split of a model; give the whole model, `up` keeps splits by itself")
+            raise UsageError(f"{path}: holds a split of a model; give the whole model, `up` keeps splits by itself")
         return _only_model(sorted(path.glob("*.gguf")), f"{path}", sorted(path.glob("*.safetensors")))
     if not path.exists() and is_pattern(named):
         return _only_model(sorted(map(Path, glob.glob(named))), named, [])
     if not path.exists():
         if named.startswith(("http://", "https://")):
-            raise ModelFileError(f"{named}: URLs are not loaded; download the file, or name hf://ORG/REPO/FILE.gguf")
+            raise UsageError(f"{named}: URLs are not loaded; download the file, or name hf://ORG/REPO/FILE.gguf")
         hint = "" if path.suffix == ".gguf" else "; give a .gguf file, a directory of shards or ORG/NAME[:QUANT]"
-        raise ModelFileError(f"{named}: no such file{hint}")
+        raise UsageError(f"{named}: no such file{hint}")
     if not path.is_file():
-        raise ModelFileError(f"{path}: is not a file")
+        raise UsageError(f"{path}: is not a file")
     shard = SHARD.fullmatch(path.name)
     if shard is None or int(shard[2]) == 1:
         return path
@@ -166,20 +166,20 @@ def local_model(named: str) -> Path:
 
 
 def _only_model(files: list[Path], where: str, others: list[Path]) -> Path:
-    """Return the first file of the only model among files. Raises ModelFileError."""
+    """Return the first file of the only model among files. Raises UsageError."""
     found = models_among([str(file) for file in files])
     if len(found) == 1:
         return Path(found[0])
     if found:
         names = ", ".join(Path(file).name for file in found[:MODELS_SHOWN])
         more = f" and {len(found) - MODELS_SHOWN} more" if len(found) > MODELS_SHOWN else ""
-        raise ModelFileError(f"{where}: holds {len(found)} models; name one of {names}{more}")
+        raise UsageError(f"{where}: holds {len(found)} models; name one of {names}{more}")
     if others:
-        raise ModelFileError(
+        raise UsageError(
             f"{where}: holds safetensors files; take a GGUF of the model, or make one with llama.cpp's "
             f"convert_hf_to_gguf.py"
         )
-    raise ModelFileError(f"{where}: has no .gguf file of a model")
+    raise UsageError(f"{where}: has no .gguf file of a model")
 
 
 def _check(path: Path, sha256: str) -> None:
@@ -197,7 +197,7 @@ def _check(path: Path, sha256: str) -> None:
 def _from_hub(model: HubFile) -> Path:
     if not model.file:
         names = _names_of(model)
-        model = dataclasses.replace(model, file=chosen_file(names, model.quant, f"{SCHEME}{model.repo}"))
+        model = dataclasses.replace(model, file=chosen_file(names, model.quant, f"{HUB_SCHEME}{model.repo}"))
     files = model.shards()
     first = _load(model, files[0], model.revision)
     # A branch may move while a large set loads; the rest comes from the commit that the first shard came from.
@@ -254,7 +254,7 @@ def _names_of(model: HubFile) -> list[str]:
         if kept := _kept_names(model):
             return kept
         raise ModelFileError(
-            f"{SCHEME}{model.repo}: the hub cannot be reached, and none of its models is here; "
+            f"{HUB_SCHEME}{model.repo}: the hub cannot be reached, and none of its models is here; "
             "check the network and HF_HUB_OFFLINE"
         ) from error
 
@@ -291,7 +291,7 @@ def _load(model: HubFile, file: str, revision: str) -> Path:
 def _explain(model: HubFile, file: str, revision: str, error: Exception) -> NoReturn:
     from huggingface_hub import errors
 
-    where = f"{SCHEME}{model.repo}/{file}".rstrip("/")
+    where = f"{HUB_SCHEME}{model.repo}/{file}".rstrip("/")
     if isinstance(error, errors.GatedRepoError):
         text = f"{where}: its authors must grant access; ask on its page, then set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):

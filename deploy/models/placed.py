@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.wire.common.errors import ModelFileError, StartError
+from relayline.wire.common.errors import ModelFileError, StartError, UsageError
 
 
 def placed_before(reference: str, directory: Path) -> Path | None:
@@ -40,8 +40,20 @@ def place(path: Path, directory: Path) -> Path:
         for file in reversed(files):
             _put(file, directory / file.name)
     except OSError as error:
-        raise StartError(f"{directory}: cannot hold the model: {error.strerror or error}; free space there") from error
+        remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give another --to"
+        raise StartError(f"{directory}: cannot hold the model: {error.strerror or error}; {remedy}") from error
     return directory / files[0].name
+
+
+def check_directory(directory: Path) -> None:
+    """Make a directory for a model, before that is downloaded. Raises UsageError where it cannot hold any."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(directory, os.W_OK | os.X_OK) else "no permission to write there"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise UsageError(f"--to {directory}: {reason}; give another directory")
 
 
 def _put(source: Path, target: Path) -> None:

@@ -58,7 +58,7 @@ def shape_reader(model: Path | None, lora: str = "") -> ReadShape | None:
 
     def read() -> ModelShape:
         from relayline.coordinator.model.inspection import inspect_model
-        from relayline.deploy.planning.inputs import shape_of
+        from relayline.deploy.planning.shapes import shape_of
         from relayline.wire.model_files.adapters import layer_bytes_of
 
         shape, more = shape_of(inspect_model(model)), layer_bytes_of(lora)

@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from relayline.coordinator.model.cuts import is_allowed, ranges
-from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.inspection import BLOCK_NAME, ModelFacts, inspect_model
-from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape, Offload
-from relayline.coordinator.planner.memory import COORDINATOR_BYTES, GIB, StageMemory, stage_memory
+from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.model.inspection import ModelFacts, inspect_model
+from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine
+from relayline.coordinator.planner.memory import StageMemory, stage_memory
 from relayline.coordinator.planner.search import Best, best_split
 from relayline.coordinator.planner.speed import Speed, from_samples, roofline
 from relayline.coordinator.planner.whatif import explain
@@ -31,10 +30,16 @@ from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest, Stage, is_local
 from relayline.deploy.manifest.stage import Link as StageLink
 from relayline.deploy.planning.busy import bounded
+from relayline.deploy.planning.drafting import (
+    Reserved,
+    has_coordinator,
+    offloads_beside_draft,
+    reserved_for_coordinator,
+)
 from relayline.deploy.planning.gpu_speeds import UNKNOWN, GpuSpeed, speed_of
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
-from relayline.deploy.planning.offload import offloads_of
+from relayline.deploy.planning.shapes import bytes_of_weight, shape_of
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
@@ -42,35 +47,6 @@ from relayline.wire.model_files.adapters import layer_bytes_of
 
 LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # the cost of a hop on one machine is in the host's work of a step
 NOBODY: Mapping[str, KnownHost] = MappingProxyType({})
-
-
-def shape_of(facts: ModelFacts) -> ModelShape:
-    """Return the sizes that planning needs; reads the model's header again for the width of its layers."""
-    widths = [
-        tensor.dims[1]
-        for tensor in open_model(facts.path).tensors.values()
-        if BLOCK_NAME.match(tensor.name) and len(tensor.dims) > 1
-    ]
-    return ModelShape(
-        layer_bytes=facts.layer_bytes,
-        head_bytes=facts.head_bytes,
-        embedding_bytes=facts.embedding_bytes,
-        kv_bytes=facts.kv_bytes_per_token,
-        n_embd=facts.n_embd,
-        n_vocab=facts.n_vocab,
-        n_ff=max(widths, default=facts.n_embd),
-        n_heads=max(facts.n_heads, default=0),
-        windows=facts.windows,
-        window_tokens=facts.window_tokens,
-        n_masks=max(1, len(set(facts.windows))),
-        has_indexers=bool(facts.indexers),
-        state_bytes=facts.state_bytes_per_lane if any(facts.state_bytes_per_lane) else (),
-        rewinds_states=facts.rewinds_states,
-        row_widths=facts.row_widths,
-        bits_per_weight=8 * _bytes_per_weight(facts),
-        ctx_train=facts.ctx_train,
-        is_allowed=lambda start, end: is_allowed(facts, start, end),
-    )
 
 
 def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
@@ -87,6 +63,7 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
         max_rows=engine.max_rows,
         n_streams=n_streams,
         rewind_rows=engine.rewind_rows,
+        mtp_drafts=engine.mtp_drafts,
         prefix_memory_bytes=max(0, engine.prefix_memory_bytes),  # auto takes only memory that is left
         adapter_bytes=layer_bytes_of(manifest.serving.lora),
     )
@@ -123,10 +100,12 @@ def instance_of(
     if known is None:
         known = known_hosts(manifest, facts.path)
     threads = threads_of(manifest, known)
-    machines = _machines(manifest, threads, known, is_running=is_running)
-    bytes_per_weight = _bytes_per_weight(facts)
+    is_coordinator_here = any(stage.is_local for stage in manifest.stages) and has_coordinator(manifest)
+    reserved = reserved_for_coordinator(manifest) if is_coordinator_here else Reserved()
+    machines = _machines(manifest, threads, known, reserved, is_running=is_running)
+    bytes_per_weight = bytes_of_weight(facts)
     hosts = []
-    places = zip(gpu_numbers(manifest), _offloads(manifest, facts), strict=True)
+    places = zip(gpu_numbers(manifest), offloads_beside_draft(manifest, facts), strict=True)
     for stage, n_threads, (device, offload) in zip(manifest.stages, threads, places, strict=True):
         measured = None if not stage.is_local else _measured(manifest, facts, stage, n_threads)
         reported = known[stage.name].speed if stage.name in known else None
@@ -139,7 +118,7 @@ def instance_of(
                 or reported
                 or measured
                 or _estimated(stage, n_threads, bytes_per_weight),
-                memory_bytes=None if stage.memory_gib is None else int(stage.memory_gib * GIB),
+                memory_bytes=stage.memory_bytes,
                 layers=stage.layer_range,
                 device=device,
                 offload=offload,
@@ -150,37 +129,34 @@ def instance_of(
         by_cores = zip(manifest.stages, threads, strict=True)
         estimates = {stage.name: _estimated(stage, n_threads, bytes_per_weight) for stage, n_threads in by_cores}
         hosts = bounded(hosts, busy, estimates)
-    links = _links(manifest, known)
+    links = _links(manifest, known, "localhost" if is_coordinator_here else manifest.spec.coordinator.host)
     hosts = [dataclasses.replace(host, link=link) for host, link in zip(hosts, links[1:], strict=True)]
-    coordinator = machines.get("localhost") if is_local(manifest.spec.coordinator.host) else None
+    coordinator = machines.get("localhost") if is_coordinator_here else None
     return Instance(shape_of(facts), tuple(hosts), load_of(manifest, n_streams), links[0], coordinator)
-
-
-def _offloads(manifest: Manifest, facts: ModelFacts) -> list[Offload | None]:
-    if not any(stage.gpu_layers_used for stage in manifest.stages):
-        return [None] * len(manifest.stages)
-    gpus = known_gpus() if any(stage.is_local and stage.gpu_layers_used for stage in manifest.stages) else ()
-    return offloads_of(manifest, [*open_model(facts.path).tensors.values()], facts.n_layers, gpus)
 
 
 def memory_of(manifest: Manifest, facts: ModelFacts, cuts: Sequence[int]) -> list[StageMemory]:
     """Return the memory of each stage of a manifest, cut so."""
-    shape, load, offloads = shape_of(facts), load_of(manifest), _offloads(manifest, facts)
+    shape, load, offloads = shape_of(facts), load_of(manifest), offloads_beside_draft(manifest, facts)
     edges = ranges(facts.n_layers, cuts)
     return [stage_memory(shape, load, *edge, offload) for edge, offload in zip(edges, offloads, strict=True)]
 
 
 def _machines(
-    manifest: Manifest, threads: Sequence[int], known: Mapping[str, KnownHost], *, is_running: bool
+    manifest: Manifest,
+    threads: Sequence[int],
+    known: Mapping[str, KnownHost],
+    reserved: Reserved,
+    *,
+    is_running: bool,
 ) -> dict[str, Machine]:
-    """Return the machines by their places."""
-    reserved = COORDINATOR_BYTES if is_local(manifest.spec.coordinator.host) else 0
+    """Return the machines by their places. `reserved`: of this one."""
     found: dict[str, Machine] = {}
     for stage in manifest.stages:
         place = place_of(stage)
         if stage.is_local:
             memory = machine.total_memory_bytes() if is_running else machine.available_memory_bytes()
-            found.setdefault(place, Machine(place, machine.cores(), memory, reserved))
+            found.setdefault(place, Machine(place, machine.cores(), memory, *reserved))
             continue
         used = sum(n for other, n in zip(manifest.stages, threads, strict=True) if place_of(other) == place)
         host = known.get(stage.name)
@@ -194,24 +170,26 @@ def _link_of(declared: StageLink) -> Link:
     return Link(round(declared.round_trip_ms * 1e6), declared.bandwidth_gbps * 1e9 / 8)
 
 
-def _links(manifest: Manifest, known: Mapping[str, KnownHost]) -> list[Link]:
+def _links(manifest: Manifest, known: Mapping[str, KnownHost], coordinator_host: str) -> list[Link]:
     """Return the links from the coordinator round to it again; within a machine a link costs nothing to speak of.
 
     Between two hosts it is as the manifest says. Otherwise it is as slow as the slower of their links to the
-    coordinator, if both are known. The manifest does not describe the link from the coordinator to the first stage: it
-    counts as equal to the link back.
+    coordinator, if both are known; to a relayed stage the way passes there, so their delays add up. The manifest does
+    not describe the link from the coordinator to the first stage: it counts as equal to the link back.
     """
     stages = manifest.stages
-    places = [manifest.spec.coordinator.host, *(stage.host for stage in stages)]
+    places = [coordinator_host, *(stage.host for stage in stages)]
     names = ["", *(stage.name for stage in stages)]
     given = [stages[-1].link, *(stage.link for stage in stages)]
     found = []
     for at, declared in enumerate(given):
         after = (at + 1) % len(places)
-        if _same_machine(places[at], places[after]):
+        is_relayed = after > 0 and _is_relayed(stages[after - 1], known)
+        if _same_machine(places[at], places[after]) and not is_relayed:
             found.append(LOOPBACK)
             continue
-        measured = _slower(known.get(names[at]), known.get(names[after]), is_one=not at or not after)
+        between = _through_relay if is_relayed else _slower
+        measured = between(known.get(names[at]), known.get(names[after]), is_one=not at or not after)
         found.append(measured if measured is not None and declared == StageLink() else _link_of(declared))
     return found
 
@@ -222,6 +200,21 @@ def _slower(one: KnownHost | None, other: KnownHost | None, *, is_one: bool) -> 
     if len(links) < (1 if is_one else 2):
         return None
     return Link(max(link.round_trip_ns for link in links), min(link.bytes_per_s for link in links))
+
+
+def _is_relayed(stage: Stage, known: Mapping[str, KnownHost]) -> bool:
+    """Return whether others reach a stage through the relay: its manifest says so, or it was started so."""
+    host = known.get(stage.name)
+    return stage.relay or (host is not None and host.is_relayed)
+
+
+def _through_relay(one: KnownHost | None, other: KnownHost | None, *, is_one: bool) -> Link | None:
+    """Return the way from one stage to a relayed one: to the coordinator's host, and from there on."""
+    link = _slower(one, other, is_one=is_one)
+    if link is None:
+        return None
+    trips = [host.link.round_trip_ns for host in (one, other) if host is not None and host.link is not None]
+    return dataclasses.replace(link, round_trip_ns=sum(trips))
 
 
 def _same_machine(left: str, right: str) -> bool:
@@ -298,18 +291,6 @@ def n_at_once(manifest: Manifest, n_threads: int) -> int:
     """Return how many of the manifest's stages compute on this machine at the same time."""
     n_local = sum(stage.is_local for stage in manifest.stages)
     return max(1, min(n_local, machine.cores() // n_threads))
-
-
-def _bytes_per_weight(facts: ModelFacts) -> float:
-    """Return the bytes of an average weight of the layers."""
-    size_bytes = n_weights = 0
-    for tensor in open_model(facts.path).tensors.values():
-        if BLOCK_NAME.match(tensor.name):
-            count = 1
-            for dim in tensor.dims:
-                count *= dim
-            size_bytes, n_weights = size_bytes + tensor.size_bytes, n_weights + count
-    return size_bytes / n_weights if n_weights else 1.0
 
 
 def best_for(instance: Instance) -> Best:

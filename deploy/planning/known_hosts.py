@@ -2,7 +2,7 @@
 
     $XDG_STATE_HOME/relayline/.hosts/KEY.json       one host with one model
 
-The key is of the host's name in the manifest, the model's content and the settings that a speed depends on: threads,
+The key is of the host's name in the manifest, the model's content and all that a speed depends on. That is: threads,
 layers on a GPU, the type of the KV cache, and how many of the pipeline's stages share the host.
 """
 
@@ -67,6 +67,8 @@ class KnownHost(msgspec.Struct, frozen=True):
     round_trip_ns: int | None = None
     """Of a small call to the coordinator; None: not measured."""
     bytes_per_s: float = 0.0
+    is_relayed: bool = False
+    """Whether that is the way from the coordinator's relay to its stage, and no call."""
 
     @property
     def speed(self) -> Speed | None:
@@ -81,7 +83,8 @@ class KnownHost(msgspec.Struct, frozen=True):
         """The way to the coordinator; None where it was not measured."""
         if self.round_trip_ns is None or not self.bytes_per_s:
             return None
-        return Link(max(0, self.round_trip_ns - CALL_NS), self.bytes_per_s)
+        call_ns = 0 if self.is_relayed else CALL_NS
+        return Link(max(0, self.round_trip_ns - call_ns), self.bytes_per_s)
 
     @property
     def usable_memory_bytes(self) -> int | None:
@@ -128,7 +131,7 @@ def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("the measurements of %s cannot be read: %s; it is measured again", stage.host, error)
             continue
-        if known.version == VERSION:
+        if known.version == VERSION and known.is_relayed >= stage.relay:  # a direct way says nothing of the relay's
             found[stage.name] = known
     return found
 
@@ -191,6 +194,7 @@ def known_from(report: HostReport, stage: Stage, model: str) -> KnownHost:
         is_doubtful=report.is_doubtful,
         round_trip_ns=None if report.link is None else report.link.round_trip_ns,
         bytes_per_s=0.0 if report.link is None else report.link.bytes_per_s,
+        is_relayed=report.is_relayed,
     )
 
 

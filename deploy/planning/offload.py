@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from relayline.coordinator.model.inspection import BLOCK_NAME
 from relayline.coordinator.planner.instance import Gpu, Offload
 from relayline.deploy.planning.shared import gpu_numbers, place_name, used_gpus
+from relayline.stage.engine.device_choice import each_once
 from relayline.wire.settings.device_texts import EXPERTS, HOST_MEMORY, read_overrides
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class GpuFact(Protocol):
     @property
     def memory_bytes(self) -> int:
         """Its memory."""
+
+    @property
+    def bus_id(self) -> str:
+        """Where it sits; empty where that is not known."""
 
 
 def offloads_of(
@@ -91,8 +96,10 @@ def _gpu_of(manifest: Manifest, stage: Stage, gpus: Sequence[GpuFact]) -> Gpu | 
     names = sorted({name for mate in mates for name in used_gpus(mate)})
     if not stage.is_local:
         return Gpu(f"{'GPU' if takes_all else '+'.join(names)} of {place_name(stage)}")
-    sizes = {name: gpu.memory_bytes for at, gpu in enumerate(gpus) for name in (gpu.name, f"GPU {at}")}
-    names = [gpu.name for gpu in gpus] if takes_all else names
+    all_of_them = each_once(gpus)
+    sizes = {gpu.name: gpu.memory_bytes for gpu in gpus}
+    sizes |= {f"GPU {at}": gpu.memory_bytes for at, gpu in enumerate(all_of_them)}
+    names = [gpu.name for gpu in all_of_them] if takes_all else names
     if not names or any(name not in sizes for name in names):
         return None
     return Gpu(f"{'+'.join(names)} of {place_name(stage)}", sum(sizes[name] for name in names))

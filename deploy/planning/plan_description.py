@@ -8,15 +8,16 @@ from typing import Any
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.costs import Costs, best_rate
 from relayline.coordinator.planner.instance import Host, Instance
-from relayline.coordinator.planner.memory import GIB
 from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.search import Edges
 from relayline.deploy.planning.busy import BOUNDED, BUSY_SLOWER_MAX
 from relayline.deploy.planning.known_hosts import KnownHost
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import named_layers
+from relayline.wire.common.units import GIB
 
 ROWS_COMPARED = 8  # of the step by which hosts are compared
 FULL = 0.9  # of the usable memory; from here on a stage's memory limits its layers
+RELAYED = " through the relay"
 MEASURED = ("measured", "calibrated", BOUNDED)
 
 
@@ -89,6 +90,7 @@ def _facts(known: KnownHost | None) -> dict[str, Any]:
         "engine_version": known.engine_version,
         "measured_unix_s": round(known.at_unix_s),
         "is_doubtful": known.is_doubtful,
+        "is_relayed": known.is_relayed,
         "round_trip_ms": None if link is None else round(link.round_trip_ns / 1e6, 3),
         "bandwidth_gbps": None if link is None else round(link.bytes_per_s * 8 / 1e9, 3),
     }
@@ -104,8 +106,7 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
     width = max(len(stage["name"]) for stage in stages)
     for stage in stages:
         first, end = stage["layers"]
-        layers = layer_range(first, end)
-        lines.append(f"  {stage['name']:<{width}}  layers {layers:<7} ({end - first})  {_why(stage)}")
+        lines.append(f"  {stage['name']:<{width}}  {named_layers(first, end):<14} ({end - first})  {_why(stage)}")
     equal, rate = planned["equal_tok_s"], planned["tok_s"]
     line = f"  about {rate:.4g} tok/s at {planned['streams']} streams"
     if equal:
@@ -123,7 +124,8 @@ def _why(stage: Mapping[str, Any]) -> str:
     memory = f"{used:.2f} GiB" if limit is None else f"{used:.2f} of {limit / GIB:.2f} GiB"
     parts.append(f"{memory}, which is its limit" if stage["is_full"] else memory)
     if stage.get("round_trip_ms") is not None:
-        parts.append(f"{stage['round_trip_ms']:.2g} ms and {_rate_text(stage['bandwidth_gbps'])} from here")
+        way = RELAYED if stage.get("is_relayed") else ""
+        parts.append(f"{stage['round_trip_ms']:.2g} ms and {_rate_text(stage['bandwidth_gbps'])} from here{way}")
     if stage["speed_source"] == BOUNDED:
         parts.append(
             f"too busy to be measured: it counts as {BUSY_SLOWER_MAX:g} times as slow as its cores suggest, and the "

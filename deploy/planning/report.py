@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from relayline.coordinator.planner.instance import Instance
-from relayline.coordinator.planner.memory import GIB, kv_cells, window_kv_cells
+from relayline.coordinator.planner.memory import StageMemory, kv_cells, window_kv_cells
 from relayline.coordinator.planner.predict import PROMPT_TOKENS, ROWS_SHOWN, Prediction, RatePlan, StagePlan
 from relayline.coordinator.planner.search import Best
 from relayline.wire.common.texts import layer_range
+from relayline.wire.common.units import GIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +34,18 @@ class Variant:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft model beside the coordinator."""
+
+    name: str
+    ctx_tokens: int
+    """Tokens that it holds."""
+    memory: StageMemory
+    gpus_bytes: int = 0
+    """Memory of all GPUs of this machine, of which it takes part; 0: of none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that `relayline plan` shows."""
 
@@ -45,6 +58,7 @@ class Plan:
     notes: tuple[str, ...]
     advice: tuple[str, ...] = ()
     """Whether spanning pays, and what would fit, in plain sentences."""
+    draft: Draft | None = None
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -61,6 +75,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
       memory_limit_bytes or null)
     * rates (streams, tok_s, groups, group_rows, limit)
     * links (from, to, bytes_per_token, one_way_ms)
+    * draft_model or null: name, ctx_tokens, and of the coordinator's machine weights_bytes, kv_bytes, compute_bytes,
+      process_bytes, memory_bytes, gpu_bytes
     * one_more (like, after, why, tok_s, gain, cuts)
     """
     instance, prediction = plan.instance, plan.prediction
@@ -89,6 +105,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             }
             for variant in plan.variants
         ],
+        "draft_model": None if plan.draft is None else _draft_json(plan.draft),
         "advice": list(plan.advice),
         "notes": list(plan.notes),
     }
@@ -123,6 +140,20 @@ def _stage_json(plan: Plan, index: int, stage: StagePlan) -> dict[str, Any]:
         },
         "step_ms": {str(rows): round(ns / 1e6, 3) for rows, ns in stage.step_ns.items()},
         "speed_source": stage.source,
+    }
+
+
+def _draft_json(draft: Draft) -> dict[str, Any]:
+    memory = draft.memory
+    return {
+        "name": draft.name,
+        "ctx_tokens": draft.ctx_tokens,
+        "weights_bytes": memory.weights_bytes,
+        "kv_bytes": memory.kv_bytes,
+        "compute_bytes": memory.compute_bytes,
+        "process_bytes": memory.process_bytes,
+        "memory_bytes": memory.total_bytes,
+        "gpu_bytes": 0 if memory.gpu is None else memory.gpu.total_bytes,
     }
 
 
@@ -239,6 +270,17 @@ def _rate_table(plan: Plan) -> Table:
     return table
 
 
+def _draft_text(draft: Draft) -> str:
+    memory, gpu = draft.memory, draft.memory.gpu
+    kv_bytes = memory.kv_bytes + (0 if gpu is None else gpu.kv_bytes)
+    where = "" if gpu is None else f" and {gpu.total_bytes / GIB:.2f} of its GPU's"
+    return (
+        f"draft model {draft.name}: {memory.total_bytes / GIB:.2f} GiB of the coordinator's machine{where}, with "
+        f"{kv_bytes / GIB:.2f} for {draft.ctx_tokens:,} tokens; the rates are those without "
+        "it, for how often it guesses right is not known before it runs"
+    )
+
+
 def _cells_text(plan: Plan) -> str:
     model, load = plan.instance.model, plan.instance.load
     n_cells, n_windowed = kv_cells(load), window_kv_cells(model, load)
@@ -255,6 +297,7 @@ def _lines(plan: Plan) -> list[str]:
         f"first token of a prompt of {tokens} tokens: {prediction.ttft_ns / 1e9:.2f} s if nothing else runs",
         f"bytes per token: {links}",
     ]
+    lines += [] if plan.draft is None else [_draft_text(plan.draft)]
     for variant in plan.variants:
         lines.append(
             f"one more machine like {variant.like}'s ({variant.why}), after {variant.after}: "

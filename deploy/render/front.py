@@ -70,6 +70,8 @@ class Front:
         spec: dict[str, Any] = {"http": {"host": "0.0.0.0", "port": inside.HTTP_PORT}, "pipelines": entries}
         if self.uses_api_keys:
             spec["apiKeysFile"] = inside.API_KEYS_FILE
+        if gateway.spec.awake_max:
+            spec["awakeMax"] = gateway.spec.awake_max
         if gateway.spec.allow_hosts:
             spec["allowHosts"] = list(gateway.spec.allow_hosts)
         return dump_yaml(

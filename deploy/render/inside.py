@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from relayline.deploy.manifest.deployment import Deployment
 from relayline.deploy.manifest.dump import dump_manifest
-from relayline.deploy.manifest.model import AUTO_PROJECTOR, JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
+from relayline.deploy.manifest.model import AUTO_PROJECTOR, HUB_SCHEME, JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Speed, Stage
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.versions import version_of
@@ -159,6 +159,7 @@ class Inside:
                         "chat_template_file": None,
                         "lora": _in_models(self.manifest.serving.lora),
                         "mmproj": _contained_projector(self.manifest.serving.mmproj),
+                        "draft_model": _contained_draft_model(self.manifest.serving.draft_model),
                     }
                 ),
                 "wire": spec.wire.model_copy(
@@ -212,6 +213,12 @@ def _contained_projector(mmproj: str) -> str:
     return mmproj if mmproj in ("", AUTO_PROJECTOR) else f"{MODELS_DIR}/{PurePosixPath(mmproj).name}"
 
 
+def _contained_draft_model(draft_model: str) -> str:
+    if not draft_model or draft_model.startswith(HUB_SCHEME):
+        return draft_model
+    return f"{MODELS_DIR}/{PurePosixPath(draft_model).name}"
+
+
 def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
     """Return, one line each for stderr, the settings that the renderer could not carry over or had to guess."""
     found = []
@@ -221,8 +228,10 @@ def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
         )
     if manifest.spec.coordinator.chat_template_file is not None:
         found.append("coordinator.chatTemplateFile is a file of this machine and is left out")
-    if manifest.serving.lora or manifest.serving.mmproj not in ("", AUTO_PROJECTOR):
-        found.append(f"put the files of coordinator.lora and coordinator.mmproj into {MODELS_DIR}, next to the model")
+    serving = manifest.serving
+    if serving.lora or serving.draft_model or serving.mmproj not in ("", AUTO_PROJECTOR):
+        names = "coordinator.lora, coordinator.draftModel and coordinator.mmproj"
+        found.append(f"put the files of {names} into {MODELS_DIR}, next to the model")
     for stage in manifest.stages:
         if in_kubernetes and stage.memory_gib is None:
             found.append(f"stage {stage.name!r} has no memoryGib, so its pod asks for no memory; see `relayline plan`")

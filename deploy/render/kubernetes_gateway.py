@@ -147,7 +147,10 @@ def _deployment(front: Front) -> Mapping:
 
 def _pod(front: Front) -> Mapping:
     deployment, manifest = front.deployment, f"{front.gateway.name}-manifest"
-    volumes: list[Mapping] = [{"name": "manifest", "configMap": {"name": manifest}}, {"name": "tmp", "emptyDir": {}}]
+    volumes: list[Mapping] = [
+        {"name": "manifest", "configMap": {"name": manifest}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": pods.TMP_BYTES_MAX}},
+    ]
     mounts: list[Mapping] = [
         {"name": "manifest", "mountPath": MANIFEST_FILE, "subPath": "gateway.yaml", "readOnly": True},
         {"name": "tmp", "mountPath": "/tmp"},

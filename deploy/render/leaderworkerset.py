@@ -144,7 +144,7 @@ def _fill_job(pipeline: Inside, source: str) -> Mapping:
         "containers": [pods.hardened(container)],
         "volumes": [
             {"name": "models", "persistentVolumeClaim": {"claimName": pods.models_claim(pipeline)}},
-            {"name": "tmp", "emptyDir": {}},
+            {"name": "tmp", "emptyDir": {"sizeLimit": pods.TMP_BYTES_MAX}},
         ],
     }
     return {

@@ -25,6 +25,10 @@ CERT_MANAGER_KEYS = ("ca.crt", "tls.crt", "tls.key")  # of a secret made by cert
 STAGE_FAILURES_MAX = 60  # probes, ten minutes; then it restarts, with the bytes fetched so far
 
 
+TMP_BYTES_MAX = "1Gi"  # of a pod's /tmp, which holds nothing but what libraries leave for a moment
+GPU_HOST_MEMORY = "4Gi"  # requested on the host for a stage on a GPU, and no limit: its weights pass through
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
     """The resources that a stage's pod requests from its node."""
@@ -32,7 +36,7 @@ class Need:
     threads: int = 0
     """Cores; 0 asks for one."""
     memory_gib: float | None = None
-    """Memory, requested and limited; None for neither."""
+    """Memory, requested and limited; None for no limit, and with a GPU GPU_HOST_MEMORY."""
     n_gpus: int = 0
     """GPUs."""
 
@@ -46,7 +50,8 @@ def resources(need: Need, gpu_resource: str) -> Mapping:
     """Return a container's resources. CPU is requested and never limited: throttled threads stall every step."""
     memory = None if need.memory_gib is None else f"{round(need.memory_gib * 1024)}Mi"
     gpu = {gpu_resource: str(need.n_gpus)} if need.on_gpu else {}
-    requests = without_none({"cpu": str(need.threads or 1), "memory": memory, **gpu})
+    requested = GPU_HOST_MEMORY if memory is None and need.on_gpu else memory
+    requests = without_none({"cpu": str(need.threads or 1), "memory": requested, **gpu})
     return without_none({"requests": requests, "limits": without_none({"memory": memory, **gpu})})
 
 
@@ -198,7 +203,7 @@ def _pod(
     grace_s: int,
 ) -> Mapping:
     """Put a container into a pod that is no one's root and can write nothing but its state and /tmp."""
-    volumes = [*volumes, {"name": "tmp", "emptyDir": {}}]
+    volumes = [*volumes, {"name": "tmp", "emptyDir": {"sizeLimit": TMP_BYTES_MAX}}]
     if state is not None:
         volumes.append({"name": "state", **state})
     mounts = [*mounts, {"name": "state", "mountPath": inside.STATE_DIR}, {"name": "tmp", "mountPath": "/tmp"}]

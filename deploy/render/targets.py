@@ -29,6 +29,11 @@ def render(manifest: Manifest, target: str, models_dir: str = ".") -> dict[str, 
     """
     if manifest.spares:
         raise UsageError("spares stand by where `relayline up` runs the pipeline; leave them out of what is rendered")
+    if relayed := [stage.name for stage in manifest.stages if stage.relay]:
+        raise UsageError(
+            f"stage {relayed[0]} has `relay`, which is for hosts that run `relayline join`; "
+            "leave it out of what is rendered"
+        )
     if target == compose.TARGET:
         return {"compose.yaml": compose.render(manifest, models_dir)}
     if target == compose_hosts.TARGET:

@@ -112,6 +112,7 @@ class _Process:
         self._ended = asyncio.Event()
         self.stdout: asyncio.StreamReader | None = None
         self.stderr: asyncio.StreamReader | None = None
+        self.stdin = begun.stdin  # unbuffered: good for lines that fit a pipe
         self.pid = begun.pid
 
     async def connect(self) -> None:

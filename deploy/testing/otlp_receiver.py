@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as ser
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 WORKERS = 4
 CLIENT, SERVER, PRODUCER, CONSUMER, INTERNAL = 3, 2, 4, 5, 1  # span kinds as OTLP numbers them
 

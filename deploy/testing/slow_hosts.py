@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.paths import ROOT
 
 SLOWED = ROOT / "benches" / "slowed"
@@ -34,11 +34,11 @@ def manifest_text(path: Path, hosts: Sequence[str], n_lanes: int, *, calibrates:
     Without `calibrates` stages do not measure their steps when they load their layers.
     """
     stages = [
-        f"  - {{name: {name}, host: 203.0.113.{at}, threads: 1, port: {_free_port()}, "
+        f"  - {{name: {name}, host: 203.0.113.{at}, threads: 1, port: {free_port()}, "
         f"link: {{roundTripMs: 0, bandwidthGbps: 16}}}}"
         for at, name in enumerate(hosts, 1)
     ]
-    values = {"calibrates": str(calibrates).lower(), "join": _free_port(), "stages": "\n".join(stages)}
+    values = {"calibrates": str(calibrates).lower(), "join": free_port(), "stages": "\n".join(stages)}
     return MANIFEST.format(path=path, ctx=CTX_TOKENS, lanes=n_lanes, **values)
 
 
@@ -54,10 +54,3 @@ def local_command(command: str, state: Path) -> list[str]:
         value = next(words)
         found += [word, changed.get(word, str(state / "join" / value) if word == "--token-file" else value)]
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

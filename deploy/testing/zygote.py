@@ -36,6 +36,7 @@ COMMAND = "relayline.deploy.cli"  # run by name, as a new process would be: the 
 # Modules that are started with `python -m`, in addition to the command.
 WORKERS = (
     "relayline.coordinator.http.workers.fork_server",
+    "relayline.coordinator.relay.process",
     "relayline.coordinator.text.grammar_worker",
     "relayline.deploy.certify.whole_process",
     "relayline.stage.engine.probe",

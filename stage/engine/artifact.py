@@ -22,6 +22,7 @@ from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_C
 from relayline.wire.common.texts import layer_range
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.model_check import check_header
+from relayline.wire.settings.table import EngineSettings
 
 POSITIONS = "position_embd.weight"
 _SCALES_TOKENS = ("gemma3", "gemma4")  # graphs that scale looked-up rows, and leave rows of images as they are
@@ -98,6 +99,7 @@ class StageArtifact:
     layer_inputs: LayerInputs | None = None  # for each row
     hashed: HashedExperts | None = None  # stage 0 only
     n_positions: int = 0  # in a table that the graph looks each row's position up in; 0: it has none
+    prediction_layers: int = 0  # behind its own layers, to draft with
 
     @property
     def is_first(self) -> bool:
@@ -110,6 +112,10 @@ class StageArtifact:
         if self.embedding is None or self.width_in != self.n_embd:
             return False
         return self.embedding.scale == 1.0 or self.architecture in _SCALES_TOKENS
+
+    def predicts(self, settings: EngineSettings) -> bool:
+        """Whether a stage with these settings drafts by its prediction layers."""
+        return settings.mtp_drafts > 0 and self.prediction_layers > 0
 
     @property
     def is_last(self) -> bool:
@@ -189,6 +195,10 @@ class _Reader:
         tables = (self.table(f"layer_inputs.{name}") for name in ("tokens", "product", "norm"))
         return LayerInputs(width, self.factor(f"{key}.epsilon"), *tables)
 
+    def prediction_layers(self) -> int:
+        key = f"{self.text('general.architecture')}.nextn_predict_layers"
+        return 0 if self._file.value(key) is None else self.integer(key)
+
     def hashed(self) -> HashedExperts | None:
         if self._file.value("relayline.hash.layers") is None:
             return None
@@ -260,6 +270,7 @@ def open_artifact(path: Path) -> StageArtifact:
         n_positions=next((tensor.dims[-1] for tensor in file.tensors if tensor.name == POSITIONS), 0),
         layer_inputs=reader.layer_inputs(is_first=stage_index == 0),
         hashed=reader.hashed() if stage_index == 0 else None,
+        prediction_layers=reader.prediction_layers(),
     )
     _check_widths(artifact)
     return artifact

@@ -96,12 +96,14 @@ class Pieces(Protocol):
     forms: tuple[Form, ...]
     piece_tokens: int
     """How many tokens one piece should have."""
-    token_ns: float
-    """Time in which one token is put back, as measured; 0 before the first."""
     copies: bool
     """Whether one lane is copied to another in pieces; otherwise that is done at once, and costs little."""
     window_positions: int
     """How many positions the windows have that lanes keep besides their cells; 0: none are."""
+
+    @property
+    def token_ns(self) -> float:
+        """Time in which one token is put back, as measured; 0 before the first piece."""
 
     def begin(self, lane: int, n_tokens: int) -> int | None:
         """Keep a lane's first tokens readable; returns what to read them by, None where too many are kept already."""

@@ -13,12 +13,20 @@ from relayline.wire.settings.device_texts import NO_DEVICE, read_devices, read_o
 from relayline.wire.settings.table import EngineSettings
 
 
-class Known(Protocol):
-    """One device of a host."""
+class Seated(Protocol):
+    """What two backends of a build may list both."""
 
     @property
     def name(self) -> str:
         """As llama.cpp's flags have it: CPU, CUDA0."""
+
+    @property
+    def bus_id(self) -> str:
+        """Where it sits in its host; empty where its backend does not know. A backend may open the device for that."""
+
+
+class Known(Seated, Protocol):
+    """One device of a host."""
 
     @property
     def is_gpu(self) -> bool:
@@ -30,6 +38,7 @@ class Known(Protocol):
 
 
 D = TypeVar("D", bound=Known)
+S = TypeVar("S", bound=Seated)
 
 
 def chosen(settings: EngineSettings, found: Sequence[D]) -> list[D]:
@@ -38,11 +47,19 @@ def chosen(settings: EngineSettings, found: Sequence[D]) -> list[D]:
     if settings.devices:
         return _named(settings.devices, gpus)
     # As llama.cpp chooses: those of the host's own memory only where there are no others, and of one backend.
-    own = [device for device in gpus if not device.shares_memory]
+    own = each_once([device for device in gpus if not device.shares_memory])
     return own or [device for device in gpus if _backend(device) == _backend(gpus[0])]
 
 
-def _backend(device: Known) -> str:
+def each_once(gpus: Sequence[S]) -> list[S]:
+    """Return the GPUs without those that another backend has listed before, as llama.cpp leaves them out."""
+    if len({_backend(device) for device in gpus}) < 2:
+        return list(gpus)
+    first = {device.bus_id: device for device in reversed(gpus)}
+    return [device for device in gpus if not device.bus_id or first[device.bus_id] is device]
+
+
+def _backend(device: Seated) -> str:
     """Return what the names of a backend's devices begin with, such as Vulkan."""
     return device.name.rstrip("0123456789")
 

@@ -67,7 +67,8 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
     used, held = chosen(settings, found), []
     if not (settings.gpu_layers or settings.devices or settings.override_tensor):
         ggml.leave_gpus(params)
-    if settings.devices:
+    # With split mode tensor llama.cpp would take a card twice that two of its backends list.
+    if settings.devices or (settings.split_mode == "tensor" and settings.gpu_layers and used):
         handles = (ctypes.c_void_p * (len(used) + 1))(*(device.handle for device in used))  # NULL ends it
         params.devices = ctypes.addressof(handles)
         held.append(handles)

@@ -14,6 +14,7 @@ import ctypes
 import re
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 LOG_LINES_MAX = 64  # newest warnings and errors kept; enough for the cascade of one failed load
@@ -69,6 +70,11 @@ def address_of(symbol: str) -> int:
     return address
 
 
+def pointer(array: npt.NDArray[Any], c_type: Any = ctypes.c_uint8) -> Any:
+    """Return a C pointer to an array's memory, which has to outlive every use of it."""
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(c_type))
+
+
 def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
     """Return whether flash attention on the processor computes this many rows one by one in an f16 cache.
 
@@ -76,11 +82,7 @@ def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
     Otherwise, and in builds without that file, llama.cpp computes all cells of the cache, and from 64 rows on
     multiplies tiles.
     """
-    found = getattr(_lib, "relayline_attends_own_cells", None)
-    if found is None:
-        return False
-    found.restype = ctypes.c_bool
-    return bool(found(n_rows, n_heads, n_kv_heads))
+    return _kernel_says("relayline_attends_own_cells", n_rows, n_heads, n_kv_heads)
 
 
 def attends_lanes_apart() -> bool:
@@ -88,11 +90,7 @@ def attends_lanes_apart() -> bool:
 
     False in builds without deploy/kernels/attend_own_cells.cpp, or with one that looked at the number of rows alone.
     """
-    found = getattr(_lib, "relayline_attends_lanes_apart", None)
-    if found is None:
-        return False
-    found.restype = ctypes.c_bool
-    return bool(found())
+    return _kernel_says("relayline_attends_lanes_apart")
 
 
 def attends_in_order() -> bool:
@@ -101,11 +99,16 @@ def attends_in_order() -> bool:
     Only in an f16 cache, and for the rows of attends_own_cells. In other builds it follows the places of the cells, and
     a row's last bits depend on where they lie (deploy/kernels/cell_order.cpp).
     """
-    found = getattr(_lib, "relayline_attends_in_order", None)
+    return _kernel_says("relayline_attends_in_order")
+
+
+def _kernel_says(function: str, *numbers: int) -> bool:
+    """Return what a function of relayline's kernels answers; False in builds without it."""
+    found = getattr(_lib, function, None)
     if found is None:
         return False
     found.restype = ctypes.c_bool
-    return bool(found())
+    return bool(found(*numbers))
 
 
 def kernels() -> str:
@@ -176,6 +179,11 @@ class Device(NamedTuple):
     def has_own_memory(self) -> bool:
         """Whether it is a GPU with its own memory."""
         return self.kind == _GPU
+
+    @property
+    def bus_id(self) -> str:
+        """Where it sits in its host, see `bus_id`."""
+        return bus_id(self)
 
     @property
     def text(self) -> str:

@@ -49,8 +49,8 @@ def lay_out(
 ) -> None:
     """Set in llama_context_params all that concerns the KV cache; `n_ubatch` and `n_seq_max` must be set before.
 
-    The settings are resolved. Flash attention "auto" leaves the choice to llama.cpp where
-    wire.common.kv_layout does not know better. window: of the layers that may keep a window's cells alone; 0: none may.
+    The settings are resolved. Flash attention "auto" leaves the choice to llama.cpp where wire.common.kv_layout does
+    not know better. window: of the layers that may keep a window's cells alone; 0: none may.
     """
     n_lanes, ctx_tokens, layout = settings.n_lanes, settings.ctx_tokens, settings.kv_layout
     params.n_ctx = count_cells(layout, n_lanes, spare_lanes, ctx_tokens, params.n_ubatch)

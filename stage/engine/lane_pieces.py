@@ -4,9 +4,9 @@ llama.cpp's own call copies a whole lane: 30,000 tokens of a large model take ha
 There are two other ways, by the layout of the cells:
 
 * Lanes with their own cells, in this host's memory: cells are read and written in place (`stage.engine.own_cells`). A
-lane that is put back must also be known to llama.cpp. So a step of the same rows is begun whose graph ends at its first
-node: llama.cpp then counts them as the lane's, and nothing is computed. Sliding windows whose cells alone are kept come
-last, in one go (`stage.engine.window_copies`).
+  lane that is put back must also be known to llama.cpp. So a step of the same rows is begun whose graph ends at its
+  first node: llama.cpp then counts them as the lane's, and nothing is computed. Sliding windows whose cells alone are
+  kept come last, in one go (`stage.engine.window_copies`).
 * Lanes that share cells: some positions of a lane are lent to a spare sequence, and the state of that is copied.
 
 In both, the lane may be given to another stream as soon as a copy of it is `begun`. What the new stream overwrites must
@@ -28,6 +28,7 @@ from relayline.stage.engine.lane_state import read_lane, write_lane
 from relayline.stage.engine.lane_windows import LaneWindows
 from relayline.stage.engine.layer_cells import LayerCells
 from relayline.stage.engine.own_cells import OwnCells
+from relayline.stage.engine.piece_price import PiecePrice
 from relayline.stage.engine.window_copies import WindowCopies
 from relayline.wire.common.errors import NativeError
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 OWN_PIECE_BYTES = 1 << 19  # copied at once, where cells are reached in place: a fraction of a millisecond
 CLAIMED_ROWS = 64  # at once, or llama.cpp's mask over all cells of a long lane takes more than a millisecond
 SHARED_PIECE_BYTES = 8 << 20  # where llama.cpp looks through all cells for each piece
-_WEIGHT = 0.02  # of the latest piece in the average
-_WEIGHT_DOWN = 0.5  # of one that was quicker: on a busy host a piece may have waited, and nothing makes it too quick
 
 
 class OwnPieces:
@@ -54,7 +53,12 @@ class OwnPieces:
         self.window_positions = windows.n_positions if windows is not None else 0
         self._engine, self._cells, self._claims, self.forms = engine, cells, claims, cells.forms
         self.piece_tokens = max(1, OWN_PIECE_BYTES // bytes_of(cells.forms))
-        self.token_ns = 0.0
+        self._price = PiecePrice()
+
+    @property
+    def token_ns(self) -> float:
+        """As of `Pieces`."""
+        return self._price.token_ns
 
     def begin(self, lane: int, n_tokens: int) -> int | None:
         """As of `Pieces`: the lane itself, whose memory stays as it is."""
@@ -64,7 +68,7 @@ class OwnPieces:
         """As of `Pieces`."""
         began_ns = time.monotonic_ns()
         self._cells.read(source, into, first, end)
-        self.token_ns = _eased(self.token_ns, (time.monotonic_ns() - began_ns) / (end - first))
+        self._price.taken_out(end - first, time.monotonic_ns() - began_ns)
 
     def end(self, source: int) -> None:
         """As of `Pieces`."""
@@ -74,7 +78,7 @@ class OwnPieces:
         began_ns = time.monotonic_ns()
         self._claim(lane, end, total)
         self._cells.write(lane, state, first, end)
-        self.token_ns = _learned(self.token_ns, (time.monotonic_ns() - began_ns) / (end - first))
+        self._price.put_back(end - first, time.monotonic_ns() - began_ns)
 
     def copy(self, source: int, target: int, first: int, end: int, total: int) -> None:
         """As of `Pieces`."""
@@ -114,7 +118,12 @@ class SharedPieces:
         self._memory: Any = llama.llama_get_memory(context)
         self._lent, self._free = lent, list(held)
         self.piece_tokens = max(1, min(SHARED_PIECE_BYTES // bytes_of(shape.forms), engine.max_rows))
-        self.token_ns = 0.0
+        self._price = PiecePrice()
+
+    @property
+    def token_ns(self) -> float:
+        """As of `Pieces`."""
+        return self._price.token_ns
 
     def begin(self, lane: int, n_tokens: int) -> int | None:
         """As of `Pieces`: a further sequence holds the same cells."""
@@ -141,7 +150,7 @@ class SharedPieces:
             for tensor, part in zip(cells, parts, strict=True):
                 part[...] = tensor[:, begin - first : until - first]
         llama.llama_memory_seq_rm(self._memory, source, first, end)
-        self.token_ns = _eased(self.token_ns, (time.monotonic_ns() - began_ns) / (end - first))
+        self._price.taken_out(end - first, time.monotonic_ns() - began_ns)
 
     def end(self, source: int) -> None:
         """As of `Pieces`."""
@@ -163,7 +172,7 @@ class SharedPieces:
             raise NativeError(f"llama.cpp does not take {end - first} cells for lane {lane}")
         llama.llama_memory_seq_cp(self._memory, self._lent, lane, first, end)
         self._engine.clear(self._lent)
-        self.token_ns = _learned(self.token_ns, (time.monotonic_ns() - began_ns) / (end - first))
+        self._price.put_back(end - first, time.monotonic_ns() - began_ns)
 
     def window_bytes(self, n_tokens: int) -> int:
         """As of `Pieces`."""
@@ -176,16 +185,3 @@ class SharedPieces:
     def put_windows(self, lane: int, windows: LaneWindows, n_tokens: int) -> None:
         """As of `Pieces`: there are none."""
         raise NativeError("lanes that share cells are not copied beside their windows")
-
-
-def _learned(average_ns: float, new_ns: float) -> float:
-    """Return the time that a position takes to come back, once another piece took so much for each of its."""
-    weight = _WEIGHT_DOWN if new_ns < average_ns else _WEIGHT
-    return average_ns + weight * (new_ns - average_ns) if average_ns else new_ns
-
-
-def _eased(average_ns: float, new_ns: float) -> float:
-    """Return the same, once another piece was taken out in so much: it takes about as long, and shows a time that is
-    too long. With that nothing might ever be brought back, and the time stay.
-    """
-    return _learned(average_ns, new_ns) if new_ns < average_ns else average_ns

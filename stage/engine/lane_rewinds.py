@@ -22,6 +22,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine.checkpoints import Checkpoints, State
 from relayline.stage.engine.lane_state import has_window, read_partial, write_partial
 from relayline.stage.engine.micro_batches import Cut
+from relayline.stage.engine.prediction import LatestStep, Predictor
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES, layout_refusal
 
@@ -78,6 +79,8 @@ class LaneRewinds:
         is_per_lane = kv_layout == "per-lane"
         if refusal := layout_refusal(kv_layout, architecture):
             raise UsageError(refusal)
+        self.predictor: Predictor | None = None
+        """Of the last stage, where its slice can draft and the settings say so; its lanes go back as these do."""
         # llama_memory_recurrent::init_batch and llama_memory_hybrid::init_batch.
         self.cut_steps = is_per_lane or self.are_recurrent
         """Whether llama.cpp cuts steps into micro-batches, see stage.engine.micro_batches."""
@@ -106,6 +109,10 @@ class LaneRewinds:
     def need_checkpoints(self) -> bool:
         """Whether lanes can be taken back to checkpoints alone, but for some rows at their ends."""
         return self.are_recurrent or self._window > 0
+
+    def predict(self, model: Any, context: Any, params: Any, batch: LatestStep, n_drafts: int) -> None:
+        """Let prediction layers follow the lanes; see `Predictor`. Raises NativeError."""
+        self.predictor = Predictor(model, context, params, batch, n_drafts)
 
     def keep_recent(self, n_states: int) -> None:
         """llama.cpp keeps so many earlier states of each lane."""
@@ -185,6 +192,8 @@ class LaneRewinds:
         Or llama.cpp has the state itself, and takes it when it cuts the cells. Raises NativeError if there is none, or
         if llama.cpp does not take it; then the lane is empty.
         """
+        if self.predictor is not None:
+            self.predictor.dropped(lane, position)
         state = self._checkpoints.state(lane, position) if 0 < position < n_tokens else None
         if self.needs_checkpoint(lane, position, n_tokens):
             if state is not None:
@@ -233,6 +242,8 @@ class LaneRewinds:
 
     def copy(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Let the target have the source's checkpoints up to a position; the state itself is copied by llama.cpp."""
+        if self.predictor is not None:
+            self.predictor.copied(source_lane, target_lane, n_tokens)
         if self.need_checkpoints:
             if source_lane not in self._recent.taken_back:  # both share a state until one of them continues
                 self._recent.forget(source_lane)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine.fresh_memory import small_pages
+from relayline.stage.engine.ggml import pointer
 from relayline.wire.common.errors import PositionGapError
 
 # A lane is read and written again in the time in which llama.cpp copies this many times its cells in one go. Measured
@@ -22,13 +22,13 @@ _PARTIAL_ONLY = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 def read_lane(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
     """Return the lane's state as bytes, [n] u8; None where llama.cpp cannot save it."""
     state = np.empty(llama.llama_state_seq_get_size(context, lane), np.uint8)
-    is_read = llama.llama_state_seq_get_data(context, _pointer(state), state.nbytes, lane) == state.nbytes
+    is_read = llama.llama_state_seq_get_data(context, pointer(state), state.nbytes, lane) == state.nbytes
     return state if is_read else None
 
 
 def write_lane(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
     """Let the lane hold what `read_lane` returned; false, and the lane is empty, where that cannot be."""
-    return bool(llama.llama_state_seq_set_data(context, _pointer(state), state.nbytes, lane) == state.nbytes)
+    return bool(llama.llama_state_seq_set_data(context, pointer(state), state.nbytes, lane) == state.nbytes)
 
 
 def filled_at_once(n_bytes: int) -> npt.NDArray[np.uint8]:
@@ -48,13 +48,13 @@ def read_partial(
         state = memory(n_bytes)
     except OSError:
         return None
-    n_bytes = llama.llama_state_seq_get_data_ext(context, _pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
+    n_bytes = llama.llama_state_seq_get_data_ext(context, pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
     return state if n_bytes == state.nbytes else None
 
 
 def write_partial(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
     """Let the lane have a state that `read_partial` returned; its other KV cells stay. False: it cannot be."""
-    n_bytes = llama.llama_state_seq_set_data_ext(context, _pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
+    n_bytes = llama.llama_state_seq_set_data_ext(context, pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
     return bool(n_bytes == state.nbytes)
 
 
@@ -82,7 +82,3 @@ def require(memory: Any, lane: int, position: int, window: int) -> None:
             f"lane {lane} cannot be taken back to position {position}: its layers with a sliding window no longer have "
             "the cells before it"
         )
-
-
-def _pointer(state: npt.NDArray[np.uint8]) -> Any:
-    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

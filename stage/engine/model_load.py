@@ -17,11 +17,11 @@ from relayline.stage.engine.devices import count_elsewhere, place
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError
 from relayline.stage.engine.rope_choice import choose_rope
 from relayline.wire.common.errors import ModelFileError, NativeError
+from relayline.wire.common.units import GIB
 from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.settings.table import EngineSettings
 
 log = logging.getLogger("relayline.stage")
-GIB = 1 << 30
 
 
 def load_model(
@@ -48,6 +48,7 @@ def _load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) -
         log.info("weights on devices of their own", extra={"fields": {"device": device, "gib": f"{n_bytes / GIB:.2f}"}})
     rope = choose_rope(params, artifact.long_rope, settings.ctx_tokens)  # held by its name as well
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+    params.load_mtp = artifact.predicts(settings)
     # Held by its name until the call is over: llama.cpp calls it after each tensor, and stops loading if it returns
     # False.
     goes_on = llama.llama_progress_callback(lambda share, _: load.goes_on(WEIGHTS, share))

@@ -112,7 +112,10 @@ class NativeEngine:
         self.artifact: StageArtifact = open_artifact(config.artifact_path)
         if 0 < self.artifact.n_positions < settings.ctx_tokens:  # llama.cpp would abort at the first one beyond
             n_positions = self.artifact.n_positions
-            raise UsageError(f"--ctx is {settings.ctx_tokens}, but this model has only {n_positions} positions")
+            raise UsageError(
+                f"--ctx is {settings.ctx_tokens}, but this model has only {n_positions} positions; "
+                f"give --ctx {n_positions}"
+            )
         self.max_rows = settings.max_rows
         self.max_wanted = config.max_wanted or settings.max_rows
         self.n_embd = self.artifact.n_embd
@@ -215,6 +218,8 @@ class NativeEngine:
             reason = ggml.LOG.reason("llama.cpp gave no reason")
             what = f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type})"
             raise NativeError(f"{what}: {reason}; {remedy(reason)}")
+        if self.artifact.predicts(settings):
+            self.rewinds.predict(self._model, context, params, self._batch, settings.mtp_drafts)
         self.rewinds.keep_recent(llama.llama_n_rs_seq(context))  # 0 of a family that it cannot do this for
         if self.attention.keeps_window:
             self.rewinds.keep_windows(llama.llama_get_memory(context), window)
@@ -262,9 +267,8 @@ class NativeEngine:
         the processor does, nothing would be gained, and it is not called.
 
         Raises ProtocolError for a choice of adapters that is not there, LaneLimitError when no KV cells are left and
-        NativeError otherwise. After an error every lane of this
-        batch ends before its first row of the batch, and no other lane has changed. With a recurrent state, a lane may
-        be empty instead.
+        NativeError otherwise. After an error every lane of this batch ends before its first row of the batch, and no
+        other lane has changed. With a recurrent state, a lane may be empty instead.
         """
         if not 0 < n_rows <= self.max_rows:
             raise InternalError(f"a step of {n_rows} rows; the engine was made for 1 to {self.max_rows}")
@@ -475,6 +479,8 @@ class NativeEngine:
     def close(self) -> None:
         """Free context and model. Views that `logits` returned must not be read afterwards. May be called twice."""
         if self._context is not None:
+            if self.rewinds.predictor is not None:
+                self.rewinds.predictor.close()
             llama.llama_free(self._context)
             self._context = None
         if self.device is not None:

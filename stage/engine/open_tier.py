@@ -23,15 +23,17 @@ HELD_LANES = 2  # sequences of an engine besides its lanes
 _DIRECTORY = "prefixes"  # below relayline's cache
 
 
-def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
+def open_tier(settings: EngineSettings, artifact: StageArtifact, *, keeps_window: bool = False) -> Tier | None:
     """Return the tier, or None if the settings ask for none. A disk that cannot be used is reported in one line and
-    left out.
+    left out. keeps_window: as of `stage.engine.kv_cache.Attention`.
     """
     disk = None
     if settings.prefix_disk_bytes:
         directory = expanded(settings.prefix_disk_dir) if settings.prefix_disk_dir else cache_dir() / _DIRECTORY
         try:
-            disk = TierDisk(directory, identity_of(settings, artifact), settings.prefix_disk_bytes)
+            disk = TierDisk(
+                directory, identity_of(settings, artifact, keeps_window=keeps_window), settings.prefix_disk_bytes
+            )
         except BlockingIOError:
             log.warning("another stage uses %s for its prefix cache; this one keeps prefixes only in memory", directory)
         except OSError as error:
@@ -57,12 +59,16 @@ def spare_memory_bytes() -> int:
     return (available_memory_bytes() or 0) - (total_memory_bytes() or 0) // KEPT_FREE_PART
 
 
-def identity_of(settings: EngineSettings, artifact: StageArtifact) -> str:
-    """Return everything besides its tokens that a lane's state depends on."""
+def identity_of(settings: EngineSettings, artifact: StageArtifact, *, keeps_window: bool) -> str:
+    """Return everything besides its tokens that a lane's state depends on.
+
+    Of a window that is kept alone there are as many cells as a step's rows need.
+    """
     rope = artifact.long_rope
     is_long = rope is not None and settings.ctx_tokens > rope.original_tokens
+    step_rows = settings.max_rows if keeps_window else 0
     facts = (
         artifact.source_sha256, artifact.architecture, artifact.layer_start, artifact.layer_end, settings.kv_type,
-        settings.layout_used, is_long, version_of("llama-cpp-python"), ggml.kernels(),
+        settings.layout_used, is_long, step_rows, version_of("llama-cpp-python"), ggml.kernels(),
     )  # fmt: skip
     return "\n".join(map(str, facts))

@@ -1,7 +1,7 @@
 """The KV cells of lanes that have their own, as memory of this process. Decode thread only.
 
 llama.cpp has no call for a part of a lane's state. But where each lane has its own cells and they lie in this host's
-memory, the cell of a position has a fixed place: llama.cpp fills a lane's cells from the first on, one for each row,
+memory, the cell of a position has a fixed place. llama.cpp fills a lane's cells from the first on, one for each row,
 and rewinding frees the last ones. So any range can be read, and written, while nothing is computed.
 
 Its tensors are found in the graph of the first step (`found`). Their cells are compared, byte for byte, with a state

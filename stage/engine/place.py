@@ -21,11 +21,12 @@ PART_OF_GPU = "MIG-"  # what CUDA_VISIBLE_DEVICES begins with where a process se
 def place_of(settings: EngineSettings) -> pb.Place:
     """Return where a stage with these settings computes. The settings' devices are there."""
     part = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    used = {device_id(device, part): device for device in reversed(computing(settings, ggml.list_devices()))}
     return pb.Place(
         host_id=host_id(),
         devices=[
-            pb.Device(id=device_id(device, part), name=device.name, description=device.description)
-            for device in computing(settings, ggml.list_devices())
+            pb.Device(id=name, name=device.name, description=device.description)
+            for name, device in reversed(used.items())
         ],
         cores=usable_cores(),
         n_threads=settings.threads_used,

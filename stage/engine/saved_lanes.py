@@ -8,7 +8,6 @@ next step until it is done; see HELD_COPIES_MAX in `stage.engine.lane_state` for
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import layer_cells, own_cells
 from relayline.stage.engine.cell_state import Pieces
 from relayline.stage.engine.claims import Claims
+from relayline.stage.engine.ggml import pointer
 from relayline.stage.engine.lane_pieces import OwnPieces, SharedPieces
 from relayline.stage.engine.lane_places import LanePlaces
 from relayline.stage.engine.lane_rewinds import LaneRewinds
@@ -148,7 +148,7 @@ class SavedLanes:
         saved = np.empty(head.nbytes + n_bytes + sum(size for _, size in sizes), np.uint8)
         saved[: head.nbytes] = head.view(np.uint8)
         at = head.nbytes
-        if llama.llama_state_seq_get_data(context, _pointer(saved[at:]), n_bytes, lane) != n_bytes:
+        if llama.llama_state_seq_get_data(context, pointer(saved[at:]), n_bytes, lane) != n_bytes:
             raise NativeError(f"llama.cpp does not give the state of lane {lane}")
         at += n_bytes
         for _, state in checkpoints:
@@ -167,7 +167,7 @@ class SavedLanes:
         if at + n_bytes + sum(size for _, size in sizes) != saved.nbytes:
             raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
         self._places.put_back(lane, images)
-        n_read = llama.llama_state_seq_set_data(self._context, _pointer(saved[at:]), n_bytes, lane)
+        n_read = llama.llama_state_seq_set_data(self._context, pointer(saved[at:]), n_bytes, lane)
         if n_read != n_bytes or self._engine.lane_tokens(lane) != n_tokens:
             self._engine.clear(lane)
             raise NativeError(f"llama.cpp does not take a state of {n_bytes} bytes for lane {lane}")
@@ -251,7 +251,3 @@ def _head(saved: Saved) -> tuple[int, int, list[tuple[int, int]], npt.NDArray[np
     numbers = saved[8 * _NUMBERS : end].view(np.int64).tolist()
     images = saved[at : at + 8 * n_images].view(np.int64)
     return n_tokens, n_bytes, list(zip(numbers[::2], numbers[1::2], strict=True)), images, at + images.nbytes
-
-
-def _pointer(data: Saved) -> Any:
-    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

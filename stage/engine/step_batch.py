@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine.ggml import pointer
 from relayline.stage.engine.lane_places import Grid, LanePlaces
 from relayline.stage.engine.lane_rewinds import LaneRewinds
 from relayline.stage.engine.micro_batches import Cut, cut
@@ -48,7 +49,7 @@ class StepBatch:
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
         if llama.llama_model_rope_type(model) in _ROPE_TYPES_4D:
             self._positions_4d = np.zeros(4 * len(self.rows), np.int32)
-        self._of_order = self._in_order = self._over(parts.embeddings, *self._ordered[1:])
+        self._of_order = self._in_order = self._latest = self._over(parts.embeddings, *self._ordered[1:])
         if self._rewinds.cut_steps and not parts.are_written and not parts.are_apart:
             self._in_order = self._over(*self._given)
 
@@ -78,7 +79,17 @@ class StepBatch:
             if order is not None:
                 axes[:] = axes[:, order]
         batch.n_tokens = n_rows
+        self._latest = batch
         return batch
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the step that was filled in last."""
+        return int(self._latest.n_tokens)
+
+    def places_of(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return rows' places in the batch."""
+        return rows if self.cut is None or self.cut.is_in_order else np.argsort(self.cut.given)[rows]
 
     def place_of(self, row: int) -> int:
         """Return a row's place in the batch."""
@@ -98,15 +109,11 @@ class StepBatch:
         batch = llama.llama_batch(
             n_tokens=0,
             token=None,
-            embd=_pointer(rows, ctypes.c_float),
-            pos=_pointer(positions if self._positions_4d is None else self._positions_4d, llama.llama_pos),
-            n_seq_id=_pointer(counts, ctypes.c_int32),
-            seq_id=_pointer(addresses, ctypes.POINTER(llama.llama_seq_id)),
-            logits=_pointer(wants, ctypes.c_int8),
+            embd=pointer(rows, ctypes.c_float),
+            pos=pointer(positions if self._positions_4d is None else self._positions_4d, llama.llama_pos),
+            n_seq_id=pointer(counts, ctypes.c_int32),
+            seq_id=pointer(addresses, ctypes.POINTER(llama.llama_seq_id)),
+            logits=pointer(wants, ctypes.c_int8),
         )
         batch.held = (counts, addresses)  # it points into them
         return batch
-
-
-def _pointer(array: Array, c_type: Any) -> Any:
-    return ctypes.cast(array.ctypes.data, ctypes.POINTER(c_type))

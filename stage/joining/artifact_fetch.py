@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from relayline.stage.engine.loading import Load
 from relayline.stage.joining.artifact_store import Slot, Writer, has_content, shared_path
+from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import ArtifactError, RelaylineError, StageLostError
 from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -108,8 +109,9 @@ async def _fill(member: Source, slot: Slot, load: Load, sha256: str = "") -> Non
 
 
 async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: str) -> None:
+    """Try until it is whole. The first wait is RETRY_FIRST_S, and each one more without a new byte twice the last."""
     fruitless = damaged = 0
-    delay_s = RETRY_FIRST_S
+    backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
     while True:
         before_bytes = slot.partial_bytes()
         try:
@@ -124,10 +126,11 @@ async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: st
             fruitless = 0 if slot.partial_bytes() > before_bytes else fruitless + 1
             if not error.retryable or member.lost.done() or fruitless >= FRUITLESS_ATTEMPTS_MAX:
                 raise
-            delay_s = RETRY_FIRST_S if fruitless == 0 else min(2 * delay_s, RETRY_MAX_S)
+            if not fruitless:
+                backoff.reset()
             fields = {"have_bytes": slot.partial_bytes(), "of_bytes": slot.artifact.size_bytes}
             log.warning("the fetch was interrupted and goes on: %s", error.message, extra={"fields": fields})
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(backoff.next_s())
 
 
 async def _fetch_once(member: Source, slot: Slot, load: Load, sha256: str) -> None:

@@ -20,6 +20,7 @@ from relayline.stage.engine.loading import CHECKING, Load
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StartError
 from relayline.wire.common.file_hash import remember_sha256, sha256_of
 from relayline.wire.common.files import write_again
+from relayline.wire.common.units import GIB
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 USED = "used"  # its time says when a file without a pipeline.json was asked for last
@@ -27,7 +28,6 @@ DISK_RESERVE_BYTES = 64 * 1024 * 1024  # left free besides the artifact, for log
 READ_BYTES = 1 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-GIB = 1 << 30
 
 
 class Slot:

@@ -16,6 +16,7 @@ from relayline.stage.joining.client import Member, failure_of
 from relayline.stage.served import Served
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
+from relayline.wire.common.memory import give_back
 from relayline.wire.common.tasks import end_task
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -163,3 +164,5 @@ class LayerChanges:
         if report.HasField("failure"):
             log.warning("the new layers cannot be prepared: %s", report.failure.message)
         await member.report(prepared=report)
+        if not report.is_ready:
+            await give_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import platform
 import socket
@@ -15,8 +16,16 @@ import grpc.aio
 
 from relayline.stage.speed.machine_key import ENGINE_PACKAGE, processor_name
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.errors import (
+    HandshakeError,
+    InternalError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+    UnauthenticatedError,
+)
 from relayline.wire.common.memory import available_memory_bytes, total_memory_bytes
+from relayline.wire.common.texts import printable
 from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.common.versions import version_of
 from relayline.wire.envelopes import messages
@@ -24,9 +33,12 @@ from relayline.wire.links import rpc
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity
 from relayline.wire.links.silence import Silence, silent_text
+from relayline.wire.links.tls_probe import server_certificate
 from relayline.wire.links.trouble import first_call
 from relayline.wire.links.watch import beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+log = logging.getLogger("relayline.stage")
 
 JOIN = "/relayline.v1.PipelineService/Join"
 FETCH = "/relayline.v1.PipelineService/Fetch"
@@ -41,6 +53,23 @@ def failure_of(error: Exception) -> pb.StageFailure:
     return pb.StageFailure(label=InternalError.label, message=f"{type(error).__name__}: {error}")
 
 
+class Rest:
+    """Whether a member is to hold nothing; the latest order counts. Event loop only."""
+
+    def __init__(self, order: pb.Rest) -> None:
+        self.is_asleep, self.route_id = order.is_asleep, order.route_id
+        self.changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once that changes; another future takes its place then."""
+
+    def tell(self, order: pb.Rest) -> None:
+        """Take an order."""
+        self.route_id = order.route_id
+        if order.is_asleep is not self.is_asleep:
+            self.is_asleep, changed = order.is_asleep, self.changed
+            self.changed = asyncio.get_running_loop().create_future()
+            changed.set_result(None)
+
+
 class Member:
     """An open membership with its order. `lost` is set, once, with the reason for its end. Event loop only."""
 
@@ -49,8 +78,11 @@ class Member:
     ) -> None:
         """`bulk` carries the artifact: on the membership's own connection it would hold up heartbeats."""
         self.order, self.peer = order, peer
+        self.relay_port = order.relay_port
+        """Of the relay, which the first order alone names; 0: this coordinator has none."""
         self.changes: asyncio.Queue[pb.JoinResponse] = asyncio.Queue(CHANGES_MAX)
         """Further orders: planned changes of layers."""
+        self.rest = Rest(order.rest)
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._channel, self._bulk, self._call = channel, bulk, call
         self._writing = asyncio.Lock()
@@ -63,13 +95,17 @@ class Member:
     async def join(cls, address: str, security: LinkSecurity, hello: pb.StageHello) -> Member:
         """Introduce this stage to the coordinator and take its order.
 
-        Raises the coordinator's typed refusal, StageLostError when it cannot be reached, UnauthenticatedError when
-        certificates or the token are not accepted, ProtocolError or
-        HandshakeError when something else answers; then nothing stays open.
+        Raises the coordinator's typed refusal, or StageLostError when it cannot be reached. UnauthenticatedError:
+        certificates or the token are not accepted, or the certificate there is not a coordinator's. ProtocolError and
+        HandshakeError: something else answers. After an error nothing stays open.
         """
         peer = f"the coordinator at {address}"
-        channel = rpc.open_channel(address, security, Role.COORDINATOR)
+        shown = await asyncio.to_thread(_coordinators_certificate, address, security) if security.is_tls else b""
+        channel = rpc.open_channel(address, security, Role.COORDINATOR, certificate=shown)
         async with first_call(channel, address, security, f"{peer} did not answer"):
+            if security.is_tls and not shown:  # nothing is told to it, but why it cannot be reached
+                await channel.channel_ready()
+                raise StageLostError(f"{peer} did not show its certificate in time")
             call, order = await _introduce(channel, hello, peer)
         return cls(channel, rpc.open_channel(address, security, Role.COORDINATOR), call, order, peer)
 
@@ -131,9 +167,13 @@ class Member:
                 order = messages.read(pb.JoinResponse, data, "order", bytes_max=limit, who=self.peer)
                 if order.HasField("change"):
                     self.changes.put_nowait(order)
+                elif order.HasField("rest"):
+                    self.rest.tell(order.rest)
                 elif not order.beats:
                     error = ProtocolError(f"{self.peer} sent a second order, which this version does not support")
                     break
+                elif order.notice:
+                    log.warning("%s", printable(order.notice, bounds.PEER_TEXT_CHARS_MAX))
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, self.peer)
         except ProtocolError as failure:
@@ -154,6 +194,23 @@ class Member:
         self._lose(StageLostError(silent_text(self.peer)))
 
 
+def _coordinators_certificate(address: str, security: LinkSecurity) -> bytes:
+    """Return the certificate (DER) of the coordinator at host:port. Blocks.
+
+    Empty where none is shown: gRPC then says why.
+
+    A stage that is relayed has one with the coordinator's host, too, so the host does not say who answers. Raises
+    UnauthenticatedError for a certificate of another role.
+    """
+    from relayline.wire.links.tls_material import credential_of_der  # loads cryptography, which plaintext does not need
+
+    shown = server_certificate(address, security)
+    identity = credential_of_der(shown).identity if shown else None
+    if shown and (identity is None or identity.role is not Role.COORDINATOR):
+        raise UnauthenticatedError(f"{address} is not a coordinator but {identity or 'unknown'}; nothing was sent")
+    return shown
+
+
 async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str) -> tuple[Any, pb.JoinResponse]:
     try:
         call, data = await rpc.first_reply(channel, JOIN, rpc.serialize(pb.JoinRequest(hello=hello)))
@@ -166,7 +223,7 @@ async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str)
         raise rpc.typed(error, peer) from error
 
 
-def introduction(name: str, process_id: str) -> pb.StageHello:
+def introduction(name: str, process_id: str, *, is_relayed: bool = False) -> pb.StageHello:
     """Return the facts of this process and its host."""
     try:
         memory_bytes = total_memory_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -182,6 +239,8 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         stands_by=True,
         hands_over=True,
         beats=True,
+        is_relayed=is_relayed,
+        sleeps=True,
         host=pb.HostFacts(
             hostname=socket.gethostname(),
             system=f"{platform.system()} {platform.machine()}",

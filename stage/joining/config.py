@@ -9,8 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relayline.stage.config import StageConfig
+from relayline.stage.joining.usual_port import usual_port
 from relayline.wire.common.errors import StageLostError, UsageError
+from relayline.wire.links.roles import identity_named
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, host_of, is_loopback
+from relayline.wire.model_files.adapters import Adapter
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.settings.setting import read_message
+from relayline.wire.settings.table import EngineSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class JoinConfig:
     """Fetch the artifact even where the coordinator's own copy can be seen."""
     security: LinkSecurity = PLAINTEXT
     """How links are protected."""
+    is_relayed: bool = False
+    """Reached through the coordinator's relay, because nobody can dial this host; it then listens on loopback."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a name or an address that cannot be one."""
@@ -44,10 +53,33 @@ class JoinConfig:
             raise UsageError(f"--listen: port {self.port} is outside 0..65535")
         if ":" in self.advertise and not _is_ip(self.advertise):
             raise UsageError(f"--advertise {self.advertise} is not a host; the port comes from --listen")
+        if self.is_relayed:
+            check_relayed(bool(self.host), self.advertise)
 
     def listen_host(self) -> str:
         """Return the address to listen on. Raises StageLostError when the coordinator's name cannot be resolved."""
-        return self.host or facing(self.coordinator)
+        return "127.0.0.1" if self.is_relayed else self.host or facing(self.coordinator)
+
+    @property
+    def chooses_port(self) -> bool:
+        """Whether the system chooses the port: an address was given without one, or nobody else dials it."""
+        return bool(self.host) or self.is_relayed
+
+    def ordered(self, order: pb.JoinResponse, artifact: Path, adapters: tuple[Adapter, ...], host: str) -> StageConfig:
+        """Return the stage that an order makes of this process, with its files here, at `host` of this machine.
+
+        The port is the first that is given: by this configuration, by the order, or as hosts usually have it.
+        """
+        return StageConfig(
+            name=self.name,
+            artifact=artifact,
+            host=host,
+            port=self.port or (0 if self.chooses_port else order.listen_port or usual_port(host)),
+            engine=dataclasses.replace(read_message(EngineSettings, order.engine), **self.own_settings),
+            security=self.security,
+            coordinator=identity_named(order.coordinator),
+            adapters=adapters,
+        )
 
     def reported_host(self) -> str:
         """Return the host to report; empty leaves it to the coordinator, who sees where this stage calls from."""
@@ -55,6 +87,13 @@ class JoinConfig:
             return self.advertise
         is_wildcard = self.host in ("", "0.0.0.0", "::", "[::]")
         return "" if is_wildcard else self.host.strip("[]")
+
+
+def check_relayed(listens: bool, advertise: str) -> None:
+    """Raise UsageError for a relayed stage that says itself where others connect."""
+    if listens or advertise:
+        flag = "--listen" if listens else "--advertise"
+        raise UsageError(f"--relay and {flag} contradict each other: the coordinator's relay says where others connect")
 
 
 def facing(address: str) -> str:

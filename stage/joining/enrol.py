@@ -3,9 +3,10 @@
     ROOT/NAME-FINGERPRINT/      ca.pem, cert.pem, key.pem, token: what `--tls DIR` takes
         joined.json             where the coordinator is, and which token was used
         pending-*.pem           a key whose certificate has not come yet: asked for again with the same key
+        pending-*.json          what to ask for it with, since a code that was used brings no line again
 
 The key is made here and never leaves. A token whose certificate is here already is not needed again, so the same line
-can be run any number of times.
+can be run any number of times. The token is kept until its certificate has come.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from relayline.wire.common import bounds
+from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import (
     HandshakeError,
     ProtocolError,
@@ -48,9 +50,11 @@ from relayline.wire.links.tls_material import (
     canonical_name,
     check_material,
     identity_of,
+    key_pem,
     names_of,
     read_certificate,
 )
+from relayline.wire.links.tls_probe import unverified_context
 
 log = logging.getLogger("relayline.stage")
 
@@ -64,7 +68,7 @@ _PRIVATE, _PUBLIC = 0o600, 0o644
 _X509_NOT_YET_VALID, _X509_EXPIRED = 9, 10  # X509_V_ERR_* of OpenSSL
 
 
-class _LostError(StageLostError):
+class LostError(StageLostError):
     """A connection that ended on its way; worth another attempt at once."""
 
 
@@ -79,6 +83,21 @@ class JoinedFile(msgspec.Struct, frozen=True):
     """host:port where stages join."""
     token: str
     """`digest_of` the secret of the token that was used."""
+    is_relayed: bool = False
+    """Whether it was last told that nobody can connect to this host."""
+
+
+class PendingFile(msgspec.Struct, frozen=True):
+    """pending-*.json: a join line whose certificate has not come yet."""
+
+    name: str
+    """Of the stage."""
+    enrol: str
+    """host:port of the join line."""
+    token: str
+    """Of the join line."""
+    advertise: str = ""
+    is_relayed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,39 +121,70 @@ def memberships(root: Path) -> list[Joined]:
     return found
 
 
-def enrol(host: str, port: int, token: JoinToken, root: Path, advertise: str = "") -> Joined:
+def unfinished(root: Path) -> list[PendingFile]:
+    """Return the join lines that this host began with and has no certificate by. Unreadable ones are left out.
+
+    A stage that was invited again has a certificate already, by another line.
+    """
+    joined = {one.directory: one.file.token for one in memberships(root)}
+    found = []
+    for path in sorted(root.glob("*/pending-*.json")):
+        try:
+            line = msgspec.json.decode(path.read_bytes(), type=PendingFile)
+            digest = enrolment.digest_of(enrolment.read_token(line.token).secret)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, UsageError):
+            log.warning("%s cannot be read and is ignored", path)
+            continue
+        if joined.get(path.parent) != digest:
+            found.append(line)
+    return found
+
+
+def enrol(
+    host: str, port: int, token: JoinToken, root: Path, advertise: str = "", *, is_relayed: bool = False
+) -> Joined:
     """Return this host's credentials for the stage that `token` names, from the coordinator at host:port.
 
-    Existing credentials for this token are used as they are. Raises UnauthenticatedError for a wrong token or
-    coordinator, StageLostError where it cannot be reached, HandshakeError for clocks too far apart, ProtocolError for
-    another service at that port, and OSError for a disk that cannot be written.
+    `is_relayed`: others find the stage at the coordinator's host. Existing credentials for this token are used as they
+    are. Raises UnauthenticatedError for a wrong token or coordinator, StageLostError where it cannot be reached,
+    HandshakeError for clocks too far apart, ProtocolError for another service at that port, and OSError for a disk that
+    cannot be written.
     """
     directory = root / f"{token.name}-{token.fingerprint.hex()[:8]}"
     known = next((one for one in memberships(root) if one.directory == directory), None)
     digest = enrolment.digest_of(token.secret)
     if known is not None and known.file.token == digest and _is_usable(directory):
-        return renewed(known, host, port, advertise)
+        return renewed(known, host, port, advertise, is_relayed=is_relayed)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     pending = directory / f"pending-{digest[:16]}.pem"
     if not pending.exists():
-        write_file(pending, _key_pem(ec.generate_private_key(ec.SECP256R1())), _PRIVATE)
-    key_pem = pending.read_bytes()
+        write_file(pending, key_pem(ec.generate_private_key(ec.SECP256R1())), _PRIVATE)
+    own_key = pending.read_bytes()
     client = _Client(host, port, token)
     secret = base64.urlsafe_b64encode(token.secret).decode()
-    asked = enrolment.Request(token.name, _csr(key_pem), secret=secret, advertise=advertise)
-    got = client.enrol(asked)
-    write_file(directory / KEY_FILE, key_pem, _PRIVATE)
+    asked = enrolment.Request(token.name, _csr(own_key), secret=secret, advertise=advertise, is_relayed=is_relayed)
+    line = PendingFile(token.name, address_of(host, port), str(token), advertise, is_relayed)
+    begun = pending.with_suffix(".json")
+    write_file(begun, msgspec.json.encode(line) + b"\n", _PRIVATE)  # from here on the token may be used
+    for replaced in set(directory.glob("pending-*.json")) - {begun}:  # by this one: of the same stage and pipeline
+        replaced.unlink()
+    try:
+        got = client.enrol(asked)
+    except UnauthenticatedError:  # the line is good for nothing, and would stand before this host's other ones
+        begun.unlink(missing_ok=True)
+        raise
+    write_file(directory / KEY_FILE, own_key, _PRIVATE)
     _store(directory, client.ca_pem, got)
-    file = JoinedFile(token.name, address_of(host, port), client.coordinator, digest)
+    file = JoinedFile(token.name, address_of(host, port), client.coordinator, digest, is_relayed)
     write_file(directory / JOINED_FILE, msgspec.json.encode(file) + b"\n", _PUBLIC)
     check_material(directory / CA_FILE, directory / CERT_FILE, directory / KEY_FILE)
-    for left in directory.glob("pending-*.pem"):
+    for left in directory.glob("pending-*"):
         left.unlink()
     return Joined(directory, file)
 
 
-def renewed(known: Joined, host: str, port: int, advertise: str = "") -> Joined:
-    """Return a membership with a certificate that is valid for some time and for this host's present address.
+def renewed(known: Joined, host: str, port: int, advertise: str = "", *, is_relayed: bool = False) -> Joined:
+    """Return a membership with a certificate that is valid for some time and for where others find this host now.
 
     If the coordinator cannot be asked, the existing one must do; a warning is logged if it expires soon.
     """
@@ -144,15 +194,19 @@ def renewed(known: Joined, host: str, port: int, advertise: str = "") -> Joined:
     token = JoinToken(known.file.name, b"", enrolment.fingerprint_of(_ca_der((directory / CA_FILE).read_text())))
     try:
         client = _Client(host, port, token)
-        wanted = {canonical_name(name) for name in (client.own_address, advertise) if name}
+        relay = client.join_host if is_relayed else ""
+        wanted = {canonical_name(name) for name in (client.own_address, advertise, relay) if name}
         named = {*names_of(cert), *(name for name in wanted if is_loopback(name))}
         if days_left < RENEW_DAYS or not wanted <= named:
             pem = cert.public_bytes(serialization.Encoding.PEM).decode()
             csr = _csr((directory / KEY_FILE).read_bytes())
-            got = client.enrol(enrolment.Request(known.file.name, csr, certificate=pem, advertise=advertise))
+            asked = enrolment.Request(known.file.name, csr, certificate=pem, advertise=advertise, is_relayed=is_relayed)
+            got = client.enrol(asked)
             _store(directory, client.ca_pem, got)
             log.info("certificate renewed", extra={"fields": {"for": ", ".join(sorted(wanted))}})
-        file = msgspec.structs.replace(known.file, enrol=address_of(host, port), coordinator=client.coordinator)
+        file = msgspec.structs.replace(
+            known.file, enrol=address_of(host, port), coordinator=client.coordinator, is_relayed=is_relayed
+        )
         write_file(directory / JOINED_FILE, msgspec.json.encode(file) + b"\n", _PUBLIC)
         return Joined(directory, file)
     except StageLostError as error:
@@ -172,7 +226,7 @@ class _Client:
         self._address = address_of(host, port)
         self.own_address = ""
         self._names: list[str] = []
-        self._welcome = persistently(lambda: self._read_welcome(self._exchange(_unverified_context())))
+        self._welcome = persistently(lambda: self._read_welcome(self._exchange(unverified_context())))
         self.ca_pem = self._welcome.ca
         self._check_clock()
         persistently(lambda: self._exchange(self._verifying()))
@@ -182,6 +236,11 @@ class _Client:
         """host:port where stages join: by the host that was given, where the coordinator's certificate carries it."""
         is_known = canonical_name(self._host) in self._names
         return address_of(self._host if is_known else self._welcome.join_host, self._welcome.join_port)
+
+    @property
+    def join_host(self) -> str:
+        """Host by which the coordinator's certificate knows it, where its relay is reached, too."""
+        return self._welcome.join_host
 
     def enrol(self, asked: enrolment.Request) -> enrolment.Enrolled:
         """Ask for a certificate, again while connections are lost. Raises as the module's `enrol`."""
@@ -199,7 +258,7 @@ class _Client:
                 answer = link.getresponse()
                 return answer.status, answer.read(bounds.ENROL_BYTES_MAX)
             except (OSError, http.client.HTTPException) as error:
-                raise _LostError(f"the connection to {self._address} was lost: {_words(error)}") from error
+                raise LostError(f"the connection to {self._address} was lost: {words_of(error)}") from error
         finally:
             link.close()
 
@@ -216,14 +275,14 @@ class _Client:
                 f"{self._address} shows a certificate that is not of its own CA; nothing was sent to it"
             ) from error
         except (ssl.SSLEOFError, ConnectionResetError) as error:
-            raise _LostError(f"the connection to {self._address} was lost: {_words(error)}") from error
+            raise LostError(f"the connection to {self._address} was lost: {words_of(error)}") from error
         except ssl.SSLError as error:
             raise ProtocolError(
                 f"{self._address} does not speak TLS; give the HOST:PORT of the line that `relayline up` printed"
             ) from error
         except OSError as error:
             raise StageLostError(
-                f"{self._address} cannot be reached: {_words(error)}; is `relayline up` running there, and is port "
+                f"{self._address} cannot be reached: {words_of(error)}; is `relayline up` running there, and is port "
                 f"{self._port} open in its firewall?"
             ) from error
         self.own_address = str(link.sock.getsockname()[0])
@@ -245,7 +304,7 @@ class _Client:
         return context
 
     def _read_welcome(self, answer: tuple[int, bytes]) -> enrolment.Welcome:
-        welcome = _decoded(answer, enrolment.Welcome, self._address)
+        welcome = decoded(answer, enrolment.Welcome, self._address)
         if not enrolment.is_ca(self._token, _ca_der(welcome.ca)):
             raise UnauthenticatedError(
                 f"{self._address} belongs to another pipeline than the token for {self._token.name}, or somebody "
@@ -254,7 +313,7 @@ class _Client:
         return welcome
 
     def _read_enrolled(self, answer: tuple[int, bytes]) -> enrolment.Enrolled:
-        return _decoded(answer, enrolment.Enrolled, self._address)
+        return decoded(answer, enrolment.Enrolled, self._address)
 
     def _check_clock(self) -> None:
         try:
@@ -273,33 +332,24 @@ class _Client:
 
 def persistently(work: Callable[[], T]) -> T:
     """Repeat work while its connection is lost on the way. Raises its last error."""
-    delay_s = RETRY_FIRST_S
+    backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
     for _ in range(ATTEMPTS_MAX - 1):
         try:
             return work()
-        except _LostError as error:
+        except LostError as error:
             log.warning("%s; trying again", error.message)
-        threading.Event().wait(delay_s)
-        delay_s = min(2 * delay_s, RETRY_MAX_S)
+        threading.Event().wait(backoff.next_s())
     return work()
 
 
-def _unverified_context() -> ssl.SSLContext:
-    """Return a context for reading public data that is then checked against the token's fingerprint."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
-def _decoded(answer: tuple[int, bytes], kind: type[M], address: str) -> M:
+def decoded(answer: tuple[int, bytes], kind: type[M], address: str) -> M:
     """Return a message, or raise the refusal that came in its place."""
     status, body = answer
     try:
         if status == http.client.OK:
             return msgspec.json.decode(body, type=kind)
         refusal = msgspec.json.decode(body, type=enrolment.Refusal)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
             f"hosts cannot get certificates at {address} (it answers {status}); give the HOST:PORT of the line that "
             "`relayline up` printed"
@@ -332,18 +382,12 @@ def _ca_der(pem: str) -> bytes:
         raise ProtocolError("the coordinator's CA certificate cannot be read") from error
 
 
-def _csr(key_pem: bytes) -> str:
-    key = serialization.load_pem_private_key(key_pem, password=None)
+def _csr(pem: bytes) -> str:
+    key = serialization.load_pem_private_key(pem, password=None)
     assert isinstance(key, ec.EllipticCurvePrivateKey), "made here"
     # The coordinator decides the name: the request states nothing.
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
     return request.public_bytes(serialization.Encoding.PEM).decode()
-
-
-def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
 
 
 def _minutes(seconds: float) -> str:
@@ -351,7 +395,8 @@ def _minutes(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def _words(error: Exception) -> str:
+def words_of(error: Exception) -> str:
+    """Return why a connection failed."""
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 

@@ -6,12 +6,10 @@ The engine outlives the membership: when the coordinator comes back with the sam
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import logging
-import random
-import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,36 +17,34 @@ from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError, Tell
 from relayline.stage.facts import StageFacts
 from relayline.stage.joining.artifact_fetch import Files, obtain
+from relayline.stage.joining.attempts import persistently
 from relayline.stage.joining.changes import LayerChanges
 from relayline.stage.joining.client import Member, failure_of, introduction
 from relayline.stage.joining.config import JoinConfig
+from relayline.stage.joining.reporting import Reporting
 from relayline.stage.joining.stand_by import StandBy
 from relayline.stage.joining.survey import survey
-from relayline.stage.joining.usual_port import usual_port
 from relayline.stage.process import prepare_environment, serve_changing
 from relayline.stage.served import Served
 from relayline.wire.common.errors import (
     ArtifactError,
     NotReadyError,
-    PlaceTakenError,
     RelaylineError,
     StageLostError,
     StaleEpochError,
 )
+from relayline.wire.common.memory import give_back
 from relayline.wire.common.process import first_of, run
-from relayline.wire.common.tasks import end_task
-from relayline.wire.links.roles import identity_named
+from relayline.wire.common.tasks import end_task, to_its_end
 from relayline.wire.links.security import check_listen
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
-from relayline.wire.settings.setting import read_message
-from relayline.wire.settings.table import EngineSettings
 
 log = logging.getLogger("relayline.stage")
 
-REJOIN_FIRST_S, REJOIN_MAX_S = 0.2, 5.0
-# How long a place that another process holds is asked for: the coordinator notices the silent loss of a host within
-# bounds.LOST_AFTER_S, and after that the place is free.
-PLACE_TAKEN_MAX_S = 60.0
+USED_LOOK_S = 10.0  # a stage that is to sleep looks again whether another coordinator still uses it
+
+STANDS_BY = "stands by without layers; the coordinator gives it some when needed"
+SLEEPS = "sleeps; it loads its layers with the next request"
 
 OnReady = Callable[[str, StageFacts], None]
 Adapt = Callable[[StageConfig, pb.JoinResponse], StageConfig]
@@ -58,13 +54,13 @@ def run_joined(
     config: JoinConfig,
     on_ready: OnReady,
     adapt: Adapt,
-    on_idle: Callable[[], None],
+    on_idle: Callable[[str], None],
 ) -> None:
     """Join, serve and rejoin until SIGINT or SIGTERM.
 
     `on_ready(address, facts)` is called for every engine that begins to serve. `adapt` may change the configuration of
-    an order, by this process's own flags. `on_idle` is called when this stage begins to stand by without layers. Raises
-    the coordinator's refusal, and the errors of `run_stage`.
+    an order, by this process's own flags. `on_idle` is called when this stage has nothing loaded, with what it does
+    then. Raises the coordinator's refusal, and the errors of `run_stage`.
     """
     prepare_environment()
 
@@ -82,11 +78,15 @@ class JoinedStage:
         config: JoinConfig,
         on_ready: OnReady,
         adapt: Adapt = lambda config, order: config,
-        on_idle: Callable[[], None] = lambda: None,
+        on_idle: Callable[[str], None] = lambda what: None,
     ) -> None:
         self._config, self._on_ready, self._adapt, self._on_idle = config, on_ready, adapt, on_idle
-        self._hello = introduction(config.name, uuid.uuid4().hex)
+        self._hello = introduction(config.name, uuid.uuid4().hex, is_relayed=config.is_relayed)
         self._member: Member | None = None
+        self._is_waking = False  # whether the engine to load is one that was freed
+        self._wake_failure: pb.StageFailure | None = None  # why it could not be, until that is reported
+        self._slept: tuple[pb.JoinResponse, StageFacts] | None = None  # the order of the last sleep, and its engine
+        self._kept: asyncio.Future[None] | None = None  # `Rest.changed` of the order that it does not follow
         self._is_planned = False  # whether the coordinator said that it stops; then its absence is expected
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -98,15 +98,39 @@ class JoinedStage:
         try:
             await self._rejoin(stop)
             while self._member is not None:
-                follow = self._stand_by if self._member.order.stands_by else self._follow
-                await follow(self._member, stop)
+                await give_back()  # the engine before, if there was one
+                await self._way_of(self._member)(self._member, stop)
         except Exception as error:
             if self._member is not None:  # else its goodbye would be taken for an end in order
                 await self._member.report(failure=failure_of(error))
             raise
         finally:
             stop.cancel()
-            await self._leave()
+            await to_its_end(self._leave())
+
+    def _way_of(self, member: Member) -> Callable[[Member, asyncio.Future[Any]], Coroutine[Any, Any, None]]:
+        """Return what follows a member's orders as they are now."""
+        if member.order.stands_by:
+            return self._stand_by
+        return self._sleep if member.rest.is_asleep else self._follow
+
+    async def _sleep(self, member: Member, stop: asyncio.Future[Any]) -> None:
+        """Hold nothing but the artifact on the disk, until the coordinator wakes this stage."""
+        changed, load = member.rest.changed, Load()
+        if await self._obtain(member, load, stop) is None:
+            await self._rejoin(stop)
+            return
+        failure, self._wake_failure = self._wake_failure, None
+        await member.report(sleeping=pb.StageSleeping(failure=failure))
+        log.info("asleep: its memory is free until it is needed", extra={"fields": {"name": self._config.name}})
+        self._on_idle(SLEEPS)
+        await first_of(stop, member.lost, changed)
+        if stop.done() or member.lost.done():
+            if not stop.done():
+                self._note_end(member.lost.result())
+            await self._rejoin(stop)
+        else:
+            self._is_waking = not member.rest.is_asleep
 
     async def _follow(self, member: Member, stop: asyncio.Future[Any]) -> None:
         """Do what one order says, until there is another one or this stage stops."""
@@ -118,7 +142,9 @@ class JoinedStage:
         def give_up(_: asyncio.Future[Any]) -> None:
             load.stop()
 
-        stop.add_done_callback(give_up)
+        ends = (stop, member.rest.changed)
+        for end in ends:
+            end.add_done_callback(give_up)
         try:
             files = await self._obtain(member, load, stop)
             host = await self._listen_host() if files is not None else ""
@@ -128,14 +154,16 @@ class JoinedStage:
                 await member.report_progress(pb.ARTIFACT_PHASE_LOADING, 0, member.order.artifact.size_bytes)
                 await self._serve(member, files, host, load, stop)
         except LoadStoppedError:
-            await self._rejoin(stop)
+            if stop.done() or not member.rest.is_asleep:
+                await self._rejoin(stop)
         finally:
-            stop.remove_done_callback(give_up)
+            for end in ends:
+                end.remove_done_callback(give_up)
 
     async def _be_surveyed(self, member: Member, stop: asyncio.Future[Any]) -> None:
         """Measure this host, and wait until there is a plan: then the coordinator ends the membership."""
         log.info("measuring this host, for a plan")
-        measuring = asyncio.create_task(survey(member, self._config.cache, self._config.own_settings))
+        measuring = asyncio.create_task(survey(member, self._config))
         try:
             await first_of(measuring, stop, member.lost)
             if measuring.done() and measuring.exception() is None:
@@ -162,7 +190,7 @@ class JoinedStage:
             await self._rejoin(stop)
             return
         log.info("standing by without layers", extra={"fields": {"name": self._config.name}})
-        self._on_idle()
+        self._on_idle(STANDS_BY)
         config_of, config = self._config_at(host), self._config
         standing = StandBy(member, stop, config_of, config.cache, always_fetch=config.always_fetch)
         async with standing.layers() as served:
@@ -177,13 +205,27 @@ class JoinedStage:
         """Return what says which stage an order leads to, on an address of this machine."""
 
         def config_of(files: Files, order: pb.JoinResponse) -> StageConfig:
-            return self._adapt(self._stage_config(files, host, order), order)
+            return self._adapt(self._config.ordered(order, files.artifact, files.adapters, host), order)
 
         return config_of
 
     async def _serve(self, member: Member, files: Files, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
         config_of = self._config_at(host)
-        async with serve_changing(config_of(files, member.order), load) as served:
+        is_waking, self._is_waking = self._is_waking, False
+        slept = self._slept if is_waking else None
+        like = slept[1] if slept is not None and same_work(slept[0], member.order) else None
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                serving = serve_changing(config_of(files, member.order), load, like)
+                served = await stack.enter_async_context(serving)
+            except RelaylineError as error:
+                if not is_waking:
+                    raise
+                # The process stays: it can load once there is memory again.
+                log.warning("cannot wake: %s", error.message)
+                self._wake_failure = failure_of(error)
+                member.rest.tell(pb.Rest(is_asleep=True, route_id=member.rest.route_id))
+                return
             await self._serve_changing(member, host, served, config_of, stop)
 
     async def _serve_changing(
@@ -225,59 +267,71 @@ class JoinedStage:
             return None
         return getting.result()
 
-    def _stage_config(self, files: Files, host: str, order: pb.JoinResponse) -> StageConfig:
-        settings = read_message(EngineSettings, order.engine)
-        return StageConfig(
-            name=self._config.name,
-            artifact=files.artifact,
-            host=host,
-            port=self._config.port or (0 if self._config.host else order.listen_port or usual_port(host)),
-            engine=dataclasses.replace(settings, **self._config.own_settings),
-            security=self._config.security,
-            coordinator=identity_named(order.coordinator),
-            adapters=files.adapters,
-        )
-
     async def _stay(
         self, member: Member, host: str, served: Served, changes: LayerChanges, stop: asyncio.Future[Any]
     ) -> None:
         """Serve on one port for as long as it can: through memberships and changes of layers, until all of it moves."""
         order, crashed = member.order, served.crashed
-        port = int(served.address.rpartition(":")[2])
-        while self._member is not None and same_work(self._member.order, order):
-            serving = pb.StageServing(
-                host=self._config.reported_host(), port=port, instance_id=served.facts.instance_id
-            )
-            await self._member.report(serving=serving)
-            switching = asyncio.create_task(changes.next_switch(self._member))
-            try:
-                await first_of(stop, crashed, self._member.lost, switching)
-            finally:
-                await end_task(switching)
-            if crashed.done():
-                await crashed
-            if not switching.cancelled() and switching.exception() is None:
-                order = switching.result()
-                self._member.order = order
-                handing = asyncio.create_task(changes.hand_over(order))
+        async with Reporting(self._config, int(served.address.rpartition(":")[2])) as reporting:
+            while self._stays(order, served):
+                assert self._member is not None
+                await reporting.serving(self._member, served.facts.instance_id)
+                switching = asyncio.create_task(changes.next_switch(self._member))
+                rests = asyncio.create_task(self._rests(self._member))
                 try:
-                    await first_of(stop, crashed, self._member.lost, handing)
+                    await first_of(stop, crashed, self._member.lost, switching, reporting.failed, rests)
                 finally:
-                    await end_task(handing)
-                if order.stands_by:
+                    await end_task(switching)
+                    await end_task(rests)
+                if crashed.done():
+                    await crashed
+                if reporting.failed.done():
+                    await reporting.failed
+                if not switching.cancelled() and switching.exception() is None:
+                    order = switching.result()
+                    self._member.order = order
+                    handing = asyncio.create_task(changes.hand_over(order))
+                    try:
+                        await first_of(stop, crashed, self._member.lost, handing)
+                    finally:
+                        await end_task(handing)
+                    if order.stands_by:
+                        return
+                    self._on_ready(served.address, served.facts)
+                    continue
+                if _is_whole(rests) and not (stop.done() or self._member.lost.done()):
+                    continue
+                if not stop.done():
+                    self._note_end(_end_of(self._member, switching))
+                await changes.drop()
+                await self._rejoin(stop, crashed)
+                if not crashed.done() and await self._has_moved(host):
                     return
-                self._on_ready(served.address, served.facts)
-                continue
-            if not stop.done():
-                self._note_end(_end_of(self._member, switching))
-            await changes.drop()
-            await self._rejoin(stop, crashed)
-            if not crashed.done() and await self._has_moved(host):
-                return
         if crashed.done():
             await crashed
-        if self._member is not None:
-            log.info("the coordinator's settings for this stage have changed; loading again")
+        if self._member is None:
+            return
+        if self._member.rest.is_asleep:
+            self._slept, self._is_waking = (order, served.facts), True  # it may be woken at once
+            return
+        log.info("the coordinator's settings for this stage have changed; loading again")
+
+    def _stays(self, order: pb.JoinResponse, served: Served) -> bool:
+        """Return whether the engine of an order is to go on: also in a sleep, while another coordinator uses it."""
+        if self._member is None or not same_work(self._member.order, order):
+            return False
+        rest = self._member.rest
+        return not rest.is_asleep or served.is_used_beside(rest.route_id)
+
+    async def _rests(self, member: Member) -> None:
+        """Return once a member that serves may have to sleep, or to serve again."""
+        if member.rest.is_asleep:
+            if self._kept is not member.rest.changed:  # once for each order, at every look nothing new
+                self._kept = member.rest.changed
+                log.warning("stays loaded while the pipeline sleeps: another coordinator uses this stage")
+            await asyncio.wait({member.rest.changed}, timeout=USED_LOOK_S)
+        else:
+            await asyncio.wait({member.rest.changed})
 
     async def _has_moved(self, host: str) -> bool:
         """Return whether this machine faces the coordinator with another address than `host`, which it listens on."""
@@ -309,50 +363,32 @@ class JoinedStage:
 
     async def _rejoin(self, *interrupts: asyncio.Future[Any]) -> None:
         """End this membership and begin the next one, or none if an interrupt comes first."""
+        self._is_waking = False
         await self._leave()
         if not any(interrupt.done() for interrupt in interrupts):
             self._member = await self._join(*interrupts)
 
     async def _join(self, *interrupts: asyncio.Future[Any]) -> Member | None:
         """Join, again and again while that may help; None as soon as one of the interrupts is done."""
-        delay_s, taken_since_s, last_problem = REJOIN_FIRST_S, float("inf"), ""
-        while True:
-            attempt = asyncio.create_task(Member.join(self._config.coordinator, self._config.security, self._hello))
-            try:
-                await first_of(attempt, *interrupts)
-            finally:
-                if not attempt.done():
-                    attempt.cancel()
-                    await asyncio.gather(attempt, return_exceptions=True)
-            if any(interrupt.done() for interrupt in interrupts):
-                if not attempt.cancelled() and attempt.exception() is None:
-                    await attempt.result().close()
-                return None
-            try:
-                member = attempt.result()
-            except RelaylineError as error:
-                now_s = time.monotonic()
-                is_taken = isinstance(error, PlaceTakenError)
-                taken_since_s = min(taken_since_s, now_s) if is_taken else float("inf")
-                if not error.retryable or now_s - taken_since_s > PLACE_TAKEN_MAX_S:
-                    raise
-                if error.message != last_problem:
-                    log.log(self._level_of(error), "cannot join yet: %s", error.message)
-                last_problem = error.message
-            else:
-                index, count = member.order.stage_index, member.order.stage_count
-                fields = {
-                    "name": self._config.name,
-                    "stage": "standing by" if member.order.stands_by else f"{index} of {count}",
-                    "coordinator": self._config.coordinator,
-                }
-                log.info("joined", extra={"fields": fields})
-                self._is_planned = False
-                return member
-            pause = asyncio.create_task(asyncio.sleep(delay_s * random.uniform(0.5, 1.0)))
-            await first_of(pause, *interrupts)
-            pause.cancel()
-            delay_s = min(2 * delay_s, REJOIN_MAX_S)
+        member = await persistently(self._attempt, self._level_of, *interrupts)
+        if member is None:
+            return None
+        index, count = member.order.stage_index, member.order.stage_count
+        fields = {
+            "name": self._config.name,
+            "stage": "standing by" if member.order.stands_by else f"{index} of {count}",
+            "coordinator": self._config.coordinator,
+        }
+        log.info("joined", extra={"fields": fields})
+        self._is_planned = False
+        return member
+
+    async def _attempt(self) -> Member:
+        return await Member.join(self._config.coordinator, self._config.security, self._hello)
+
+
+def _is_whole(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled()
 
 
 def _teller(member: Member) -> Tell:

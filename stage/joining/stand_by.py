@@ -17,6 +17,7 @@ from relayline.stage.joining.client import Member
 from relayline.stage.process import serve_changing
 from relayline.stage.served import Served
 from relayline.wire.common.errors import InternalError, RelaylineError
+from relayline.wire.common.memory import give_back
 from relayline.wire.common.process import first_of
 from relayline.wire.common.tasks import end_task
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -111,6 +112,8 @@ class StandBy:
                 log.warning("the new layers cannot be prepared: %s", report.failure.message)
             if report.is_ready or report.HasField("failure"):
                 await self._member.report(prepared=report)
+            if served is None:
+                await give_back()
             yield served
 
     async def _obtain(self, order: pb.JoinResponse, load: Load, ends: tuple[asyncio.Future[Any], ...]) -> Files | None:

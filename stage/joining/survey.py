@@ -12,17 +12,20 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from relayline.stage.joining.client import Member
+from relayline.stage.joining.config import JoinConfig
+from relayline.stage.joining.reporting import relay_of
+from relayline.stage.joining.tunnel import LOCALHOST, Tunnel
 from relayline.wire.common import bounds
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NativeError, RelaylineError, StartError
 from relayline.wire.common.tasks import end_task
+from relayline.wire.links import way
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb_wire
 from relayline.wire.settings.setting import read_message
@@ -46,18 +49,21 @@ class _Found(msgspec.Struct, frozen=True):
     is_doubtful: bool
 
 
-async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -> None:
+async def survey(member: Member, config: JoinConfig) -> None:
     """Do the survey that a membership's order asks for, and report it.
 
     Raises the loss of the coordinator. The report names the slices that cannot be measured here.
     """
     order, began_ns = member.order.survey, time.monotonic_ns()
     await member.report_progress(pb.ARTIFACT_PHASE_MEASURING, 0, 0)
-    report, round_trips = pb.HostMeasured(), []
-    if order.link_bytes:
+    report, round_trips, cache = pb.HostMeasured(), [], config.cache
+    if config.is_relayed:
+        report.is_relayed = True
+        await _measure_relayed(report, member, config)
+    elif order.link_bytes:
         round_trips.append(await _round_trip_ns(member, order.link_bytes))
         report.bytes_per_s = await _bytes_per_s(member)
-    settings = dataclasses.replace(read_message(EngineSettings, member.order.engine), **own_settings)
+    settings = dataclasses.replace(read_message(EngineSettings, member.order.engine), **config.own_settings)
     try:
         if order.slices:
             await _measure(report, order.slices, settings, cache)
@@ -66,11 +72,22 @@ async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -
     except OSError as error:
         report.failure.label = StartError.label
         report.failure.message = f"{cache}: cannot be written: {error.strerror or error}; give another with --cache"
-    if order.link_bytes:  # again: the other hosts measured their links at the same time as this one
+    if round_trips:  # again: the other hosts measured their links at the same time as this one
         round_trips.append(await _round_trip_ns(member, order.link_bytes))
         report.round_trip_ns = min(round_trips)
     report.took_ns = time.monotonic_ns() - began_ns
     await member.report(measured=report)
+
+
+async def _measure_relayed(report: pb.HostMeasured, member: Member, config: JoinConfig) -> None:
+    """Have the relay measure the way to this stage, as its neighbours will go: through the tunnel to a port of ours."""
+    server = await asyncio.start_server(way.answer, LOCALHOST, 0, limit=way.FRAME_BYTES)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        found = await Tunnel(relay_of(member, config), config.name, config.security, port).measured()
+        report.round_trip_ns, report.bytes_per_s = found.round_trip_ns, found.bytes_per_s
+    finally:
+        server.close()
 
 
 async def _round_trip_ns(member: Member, end: int) -> int:

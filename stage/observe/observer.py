@@ -18,6 +18,7 @@ from relayline.stage.observe.ring import BatchRing, Entry
 from relayline.stage.observe.summaries import Summaries
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common.logs import recent_lines
 from relayline.wire.model_files.adapters import names as adapter_names
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
@@ -109,6 +110,11 @@ class StageObserver:
             if level is Level.OFF:
                 self._summaries.forget()
         return pb.SetTelemetryResponse(level=self.telemetry.level.to_wire())
+
+    async def logs(self, request: pb.LogsRequest, context: Any) -> pb.LogsResponse:
+        """Answer with the latest lines of this process's log."""
+        lines = [pb.LogLine(**line._asdict()) for line in recent_lines(request.limit)]
+        return pb.LogsResponse(lines=lines)
 
     async def beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
         """Answer with this host's clock, and take the coordinator's estimate of it."""

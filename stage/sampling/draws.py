@@ -1,9 +1,9 @@
 """Draws one of some tokens: the one with the largest sum of logit / temperature and Gumbel noise. Pure.
 
 The noise of a token is a function of (seed, position, token). So a draw has the distribution of the softmax (the
-Gumbel-max trick; Maddison, Tarlow and Minka, 2014), and a token's noise does not depend on which other tokens are left,
-on their order, or on who else is in the batch. Logits of one row differ a little from one batch to another. A draw
-along the cumulative sum then often gives another token. This draw does so about as rarely as two distributions allow.
+Gumbel-max trick; Maddison, Tarlow and Minka, 2014). A token's noise does not depend on which other tokens are left, on
+their order, or on who else is in the batch. Logits of one row differ a little from one batch to another. A draw along
+the cumulative sum then often gives another token. This draw does so about as rarely as two distributions allow.
 
 It is computed as a race, which is the same: a token arrives after E / exp(logit / temperature), where E is exponential
 with mean 1, and the first one wins. The E of a large vocabulary are made from the top down, so that most of them are

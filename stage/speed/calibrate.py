@@ -72,9 +72,8 @@ DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything
 # two threads' steps of 5 ms it reported 0.74 to 1.29 of their time. Taken at its word, the fastest of a few such steps
 # came out at three quarters of any real step.
 CPU_TICK_NS = 10_000_000
-# Where no long lane can be made of lanes with cells of their own, steps correct this guess: of rows of 60 million
-# weights a layer (llama-1b), scores and values of a token are some 4,000 multiplications a layer, in kernels half as
-# quick.
+# A guess for where no long lane can be made of lanes with cells of their own; steps correct it. Beside the 60 million
+# weights of a layer (llama-1b), scores and values of a token are some 4,000 multiplications, in kernels half as quick.
 CONTEXT_PART = 1 / 6_000  # of a row's cost: a token of its context
 FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (measured: a fifth to a half)
 USUAL_ROWS, USUAL_STEPS_MIN, USUAL_STEPS_MAX = 4, 5, 40  # steps that tell how much they differ

@@ -7,6 +7,7 @@ A step takes
 With flash attention a row reads only its own lane's keys and values, which takes context_ns for each of these tokens.
 With our attention the further rows of a frame take half of that (wire.common.curve.FURTHER_ROW_PART), since a cache of
 the processor still holds what the first one has read.
+
 On CPUs, steps of at least ATTENTION_TILE_ROWS rows differ where the build or the model lets llama.cpp go by tiles
 (stage.engine.kv_cache.goes_by_tiles). A tile's lanes are read once for all of its rows, and every row pays for all of
 them, even the missing rows of a tile that is not full (ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp).
@@ -107,8 +108,8 @@ class Curves:
     prefill: CostCurve = dataclasses.field(default_factory=CostCurve)
     context_ns: float = 0.0
     """The cost of the first row of a frame for every token in its lane before it; further rows cost as much or, where
-    `takes_lanes_apart`, a part of it. 0.0 where that was not measured. Then it is not learned
-    either, and counts as part of the rows' cost.
+    `takes_lanes_apart`, a part of it. 0.0 where that was not measured. Then it is not learned either, and
+    counts as part of the rows' cost.
     """
     context_tiled_ns: float = 0.0
     """The cost of a row of a tile for every token that the tile's lanes hold before their frames. 0.0 where that was

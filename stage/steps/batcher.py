@@ -21,6 +21,7 @@ and leaves whole if the policy takes all of it. Any other event first spreads it
 had arrived one by one. The result is the same, only slower.
 
 A step has rows of one adapter alone (`wire.envelopes.session_ids`), that of the frame that is oldest in line.
+Under a policy that takes turns, decode rows of another one are next after a step with prompt rows.
 
 Rows that attend to each other (Flag.MUTUAL) are a step of their own, whatever the policy says: with others in it,
 guesses of those would see their successors. Such a frame goes once it is the oldest in line, so decode rows do not keep
@@ -71,6 +72,7 @@ class Batcher:
         self._copies: dict[tuple[int, int], list[int]] = {}  # session key -> arrivals of waiting copies from it
         self._closes: dict[int, int] = {}  # arrivals of waiting closes, ascending -> their routes
         self._arrivals, self._places = itertools.count(), itertools.count()
+        self._has_passed_decode = False  # the step before had prompt rows, and left decode rows of another adapter
 
     def push_together(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
         """Queue the frames of one envelope in order. Returns those that closes made pointless."""
@@ -118,7 +120,7 @@ class Batcher:
             return None
         before = self.queued_rows
         if self._whole:
-            frames, choice = self._whole, self.policy.choose(self._whole, (), now_ns, is_prefill_first=False)
+            frames, choice = self._whole, self.policy.choose(self._whole, (), is_prefill_first=False)
             if choice.n_decode == len(frames):
                 self._whole, self._n_frames, self.queued_rows = [], 0, 0
                 return Step([], frames, choice.close_reason, now_ns, before, 0)
@@ -137,17 +139,22 @@ class Batcher:
         """Return the heads that the policy takes, and why it takes no more."""
         decode, prefill = _in_order(self._decode), _in_order(self._prefill)
         is_prefill_first = bool(prefill) and (not decode or prefill[0][0] < decode[0][0])
+        if self._has_passed_decode and self.policy.takes_turns and decode:
+            is_prefill_first = is_prefill_first and prefill[0][1].adapter == decode[0][1].adapter
         oldest = (prefill if is_prefill_first else decode)[0][1].adapter
         decoders = [frame for _, frame in decode if frame.adapter == oldest]
         chunks = [frame for _, frame in prefill if frame.adapter == oldest]
+        others_decode = len(decoders) < len(decode)
         if chunks and chunks[0].is_mutual and (is_prefill_first or not decoders):
+            self._has_passed_decode = others_decode
             return chunks[:1], MUTUAL_ROWS
-        choice = self.policy.choose(decoders, chunks, now_ns, is_prefill_first=is_prefill_first)
+        choice = self.policy.choose(decoders, chunks, is_prefill_first=is_prefill_first, others_decode=others_decode)
         taken, close_reason = chunks[: choice.n_prefill], choice.close_reason
         n_before = next((at for at, frame in enumerate(taken) if frame.is_mutual), None)
         if n_before is not None:
             taken, close_reason = taken[:n_before], MUTUAL_ROWS
         frames = decoders[: choice.n_decode] + taken
+        self._has_passed_decode = others_decode and bool(taken)
         if len(frames) == len(decoders) + len(chunks) < len(decode) + len(prefill):
             close_reason = OTHER_ADAPTER
         return frames, close_reason

@@ -3,14 +3,14 @@
 The engine says how a piece is copied (`stage.engine.lane_pieces`); this says which comes next. House rules:
 
 * A copy's source may be given away as soon as it is begun. Before rows are written over positions that are still to be
-copied, those are copied (`before_rows`). So nobody waits for a copy to end, and a step pays for no more positions than
-it writes itself.
+  copied, those are copied (`before_rows`). So nobody waits for a copy to end, and a step pays for no more positions
+  than it writes itself.
 * A lane that is being filled belongs to a session whose rows wait (`stage.steps.restores`). If they do not, the copy is
-finished at once (`settle`). If the session ends, it is dropped (`cancel`).
+  finished at once (`settle`). If the session ends, it is dropped (`cancel`).
 * Lanes that are being filled come first: clients wait for them. But one that is still to be read is read before.
 * Only a whole copy is handed to whoever asked for it.
 * Windows whose cells alone are kept (`stage.engine.lane_windows`) are taken when a copy begins. They are moved after
-the cells, and a lane that is being filled gets them at the end: before that it cannot go on.
+  the cells, and a lane that is being filled gets them at the end: before that it cannot go on.
 """
 
 from __future__ import annotations

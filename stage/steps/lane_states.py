@@ -234,10 +234,16 @@ class LaneStates:
             return
         message.stores, message.keeps_notes, message.stores_on_disk = True, True, self._tier.is_on_disk
         message.restore_token_ns, message.store_from_ns = self._saver.token_ns, self._tier.store_from_ns
+        message.stored.extend(self.stored())
+
+    def stored(self) -> list[pb.StoredState]:
+        """Return the stored states, and those on their way into the tier. Any thread."""
+        if self._tier is None or self._saver is None:
+            return []
         stored = self._tier.stored()
         with self._lock:
             stored |= {key: n_tokens for key, (_, n_tokens) in self._stored.items()}
-        message.stored.extend(pb.StoredState(key=key, n_tokens=n_tokens) for key, n_tokens in stored.items())
+        return [pb.StoredState(key=key, n_tokens=n_tokens) for key, n_tokens in stored.items()]
 
     def notes(self, request: pb.NotesRequest) -> pb.NotesResponse:
         """Keep a coordinator's notes on stored states, and tell the known ones if they are wanted. Any thread."""

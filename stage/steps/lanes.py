@@ -2,13 +2,14 @@
 
 Pure: no clock, no llama.cpp. House rules:
 * A position is absolute. At `next_position`: decode. Below: drop positions from there on, then decode (a retry, a trim,
-a rejected draft). Above: a gap, refused, nothing changes.
-* Every refusal leaves the table as it was. * Opening an open session of the same route again, or closing a closed one,
-changes nothing. So a control repeated by a retry takes effect once.
-* A session belongs to its route. Two coordinators may choose the same session id; they never meet. * A kept session, or
-one whose epoch has ended, loses its lane to any session of any route that would find none.
+  a rejected draft). Above: a gap, refused, nothing changes.
+* Every refusal leaves the table as it was.
+* Opening an open session of the same route again, or closing a closed one, changes nothing. So a control repeated by a
+  retry takes effect once.
+* A session belongs to its route. Two coordinators may choose the same session id; they never meet.
+* A kept session, or one whose epoch has ended, loses its lane to any session of any route that would find none.
 * Coordinators share: a route that was refused a lane, and soon asks again, gets the next one before any route that has
-more.
+  more.
 """
 
 from __future__ import annotations

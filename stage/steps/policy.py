@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.bounds import ROWS_PER_ENVELOPE_MAX
@@ -38,10 +38,22 @@ class Policy(Protocol):
     """Decides the next step. Both sequences hold at most one frame per session, oldest first.
 
     `is_prefill_first` says whether a prefill frame has been in line for longest; one of the two is not empty.
+    `others_decode`: decode rows of other adapters wait too.
+    """
+
+    takes_turns: ClassVar[bool]
+    """Whether decode rows do not wait for all prompts that are before them in line.
+
+    They wait for one step with prompt rows for each adapter whose decode rows are before them.
     """
 
     def choose(
-        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+        self,
+        decode: Sequence[QueuedFrame],
+        prefill: Sequence[QueuedFrame],
+        *,
+        is_prefill_first: bool,
+        others_decode: bool = False,
     ) -> Choice:
         """Return what to take; taking nothing leaves the queue waiting for the next event."""
 
@@ -52,16 +64,23 @@ class DrainPolicy:
 
     A prefill frame is never split, so one that alone exceeds `prefill_rows` still runs (one per step): decoders wait
     for at most one chunk. A prefill head that was in line before every waiting decode row is served before them in the
-    step, so a prompt advances with any number of decoders. A frame wider than `max_rows` goes alone; the executor
+    step, so a prompt advances with any number of decoders. With rows of several adapters, of which a step has one, all
+    this holds for decode rows of the others. A frame wider than `max_rows` goes alone; the executor
     refuses it.
     """
 
+    takes_turns: ClassVar[bool] = True
     max_rows: int  # rows of one native step
     prefill_rows: int  # prefill rows in a step with running decoders
     wanted_rows: int = ROWS_PER_ENVELOPE_MAX  # rows of one step that want logits, as all of decode frames do
 
     def choose(
-        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+        self,
+        decode: Sequence[QueuedFrame],
+        prefill: Sequence[QueuedFrame],
+        *,
+        is_prefill_first: bool,
+        others_decode: bool = False,
     ) -> Choice:
         """See Policy."""
         is_overdue = bool(decode) and is_prefill_first
@@ -73,7 +92,9 @@ class DrainPolicy:
                 return Choice(n_decode, 1 if reserved else 0, ROW_CAP)
             n_rows += frame.n_rows
             n_decode += 1
-        budget = self.max_rows - n_rows if not n_decode else min(self.max_rows - n_rows, self.prefill_rows)
+        budget = self.max_rows - n_rows
+        if n_decode or others_decode:
+            budget = min(budget, self.prefill_rows)
         n_prefill = taken = 0
         wanted = n_rows
         for frame in prefill:
@@ -97,10 +118,16 @@ def _wants(prefill: QueuedFrame) -> int:
 class SinglePolicy:
     """One frame a step, oldest first: batching switched off, to compare with."""
 
+    takes_turns: ClassVar[bool] = False
     max_rows: int  # rows of one native step
 
     def choose(
-        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+        self,
+        decode: Sequence[QueuedFrame],
+        prefill: Sequence[QueuedFrame],
+        *,
+        is_prefill_first: bool,
+        others_decode: bool = False,
     ) -> Choice:
         """See Policy."""
         return Choice(0, 1, ROW_CAP) if is_prefill_first else Choice(1, 0, ROW_CAP)
@@ -116,12 +143,18 @@ class GroupPolicy:
     that their rows are free, and if that empties the queue. That room would be padding otherwise.
     """
 
+    takes_turns: ClassVar[bool] = False
     max_rows: int  # rows of one native step
     curve: CostCurve  # of decode rows
     wanted_rows: int = ROWS_PER_ENVELOPE_MAX  # rows of one step that want logits, as all of decode frames do
 
     def choose(
-        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+        self,
+        decode: Sequence[QueuedFrame],
+        prefill: Sequence[QueuedFrame],
+        *,
+        is_prefill_first: bool,
+        others_decode: bool = False,
     ) -> Choice:
         """See Policy."""
         envelope = (prefill if is_prefill_first else decode)[0].envelope

@@ -1,7 +1,7 @@
 """The decode thread: takes steps from the batcher, runs them, hands results to the event loop.
 
 Theory of operation. One thread owns the native engine for its whole life. It shares the batcher with the event loop
-under one lock: the loop pushes frames and wakes the thread if it sleeps, the thread takes the next step the moment the
+under one lock. The loop pushes frames, and wakes the thread if it sleeps. The thread takes the next step the moment the
 last one is done, without a round trip through the loop. So frames that arrive during a native step form the next batch,
 and the event loop never waits for a decode.
 
@@ -12,8 +12,8 @@ core, as stages of one machine have it, that is three switches back and forth be
 Other threads see the engine and the queue by `Runner.snapshot` alone. It is one value, made under the lock before and
 after each step, after each call, and whenever frames are queued or dropped.
 
-`OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away: when the downstream link has no credit
-the thread stops taking steps, the queue holds its frames, and upstream runs out of credit in turn.
+`OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away. When the downstream link has no credit,
+the thread stops taking steps and the queue holds its frames. Upstream then runs out of credit in turn.
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ class Runner:
             with self._bell.lock:
                 self._publish(None if part is parts[-1] else parts[-1])
             self._loop.call_soon_threadsafe(self._hand_over, result)
+            self._executor.sessions.predicting.catch_up()
 
     def _work_ahead(self) -> None:
         """Compute rows that were not asked for yet, while nothing waits."""

@@ -20,7 +20,8 @@ from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.stage.steps.handing import Handing
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import Lane, LaneTable
-from relayline.stage.steps.step_types import Engine
+from relayline.stage.steps.predicting import Predicting
+from relayline.stage.steps.step_types import Engine, Predictor
 from relayline.wire.common.errors import InvalidRequestError, NotServedError, RelaylineError, SessionError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -30,10 +31,16 @@ class Sessions:
     """All sessions of all routes."""
 
     def __init__(
-        self, engine: Engine, lanes: LaneTable, vocabulary: LLTokenizer | None, states: LaneStates | None = None
+        self,
+        engine: Engine,
+        lanes: LaneTable,
+        vocabulary: LLTokenizer | None,
+        states: LaneStates | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         self._engine, self._lanes, self._vocabulary = engine, lanes, vocabulary
         self.states = states or LaneStates(engine, None, None)
+        self.predicting = Predicting(engine, predictor)
         self.handing = Handing(lanes, self.states.saver)
         self.samplers: dict[tuple[int, int], SessionSampler] = {}
         self.wants_logits: set[tuple[int, int]] = set()
@@ -126,7 +133,7 @@ class Sessions:
                 copies.before_rows(lane.index, frame.position + frame.n_rows)
 
     def _settle(self, key: tuple[int, int]) -> None:
-        if self.states.copies and (lane := self._lanes.lane_of(key)) is not None:
+        if (lane := self._lanes.lane_of(key)) is not None:
             self.states.copies.settle(lane.index)
 
     def begin_restore(self, key: int) -> Future[None] | None:
@@ -176,6 +183,7 @@ class Sessions:
         if previous := self.samplers.pop(key, None):
             previous.close()
         self.samplers[key] = sampler
+        self.predicting.open(key, options.told, options.told_from)
         self.pools.pop(key, None)
         if pool is not None:
             self.pools[key] = pool
@@ -227,6 +235,7 @@ class Sessions:
     def _forget_marks(self, key: tuple[int, int]) -> None:
         if sampler := self.samplers.pop(key, None):
             sampler.close()
+        self.predicting.close(key)
         self.cancelled.discard(key)
         self.pools.pop(key, None)
         self.wants_logits.discard(key)

@@ -36,7 +36,7 @@ from relayline.stage.steps.picking import (
 )
 from relayline.stage.steps.placement import Placed, grid_at, heads_of, run_length
 from relayline.stage.steps.sessions import Sessions
-from relayline.stage.steps.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
+from relayline.stage.steps.step_types import Embeddings, Engine, Predictor, RouteOutput, RouteWiring, StepResult
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     InternalError,
@@ -70,13 +70,14 @@ class StepExecutor:
         padding: Padding | None = None,
         vocabulary: LLTokenizer | None = None,
         states: LaneStates | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         """`vocabulary` is the last stage's, for grammars; None: it has none that can follow one.
 
-        `states` keeps what lanes held; None: nothing does.
+        `states` keeps what lanes held, `predictor` guesses tokens; None: nothing does.
         """
         self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
-        self.sessions = Sessions(engine, lanes, vocabulary, states)
+        self.sessions = Sessions(engine, lanes, vocabulary, states, predictor)
         self.routes: dict[int, RouteWiring] = {}
         # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
@@ -109,22 +110,14 @@ class StepExecutor:
         if self.sessions.states.copies:
             self.sessions.make_way([*due, *riders])
         placed = self._place_all(outputs, [*due, *riders] if riders else due)
-        riding: list[Placed] = []
-        if riders:
-            ahead = set(map(id, riders))
-            riding = [item for item in placed if id(item.frame) in ahead]
-            placed = [item for item in placed if id(item.frame) not in ahead]
+        placed, riding = _apart(placed, riders) if riders else (placed, [])
         members = due if len(placed) == len(due) else [item.frame for item in placed]
         result = StepResult(step, [], due, members, riding=riding)
         if controls:
             result.closed = [frame for frame in controls if frame.flags & Flag.CLOSE]
         if (placed or riding) and not self._decode(outputs, placed, result):
             placed, result.riding = [], []
-        for item in placed:
-            item.lane.next_position = item.frame.position + item.frame.n_rows
-            if item.frame.flags & Flag.CHECKPOINT:
-                with contextlib.suppress(RelaylineError):  # frames that would need it are refused then, and read again
-                    self.engine.checkpoint(item.lane.index)
+        _advance(self.engine, placed)
         decoded_ns = time.monotonic_ns()
         if self.engine.is_last:
             self._sample(outputs, placed)
@@ -396,6 +389,8 @@ class StepExecutor:
             wants_logits = frame.session_key in self.sessions.wants_logits
             pickings.append(Picking(item, self.engine, sampler, wants_logits=wants_logits))
         pick_all(pickings)
+        self.sessions.predicting.guess(pickings)
+        self.sessions.predicting.note(placed, pickings)
         for picking in pickings:
             frame = picking.item.frame
             output = self._output(outputs, frame.route_id)
@@ -480,6 +475,22 @@ class StepExecutor:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
         return good
+
+
+def _advance(engine: Engine, placed: list[Placed]) -> None:
+    """Move the lanes behind the rows that were computed, and take the checkpoints that these ask for."""
+    for item in placed:
+        item.lane.next_position = item.frame.position + item.frame.n_rows
+        if item.frame.flags & Flag.CHECKPOINT:
+            with contextlib.suppress(RelaylineError):  # frames that would need it are refused then, and read again
+                engine.checkpoint(item.lane.index)
+
+
+def _apart(placed: list[Placed], riders: Sequence[QueuedFrame]) -> tuple[list[Placed], list[Placed]]:
+    """Return the rows of the step itself, and those of its riders."""
+    ahead = set(map(id, riders))
+    own = [item for item in placed if id(item.frame) not in ahead]
+    return own, [item for item in placed if id(item.frame) in ahead]
 
 
 def _finish(result: StepResult, outputs: dict[int, RouteOutput], since_ns: int) -> None:

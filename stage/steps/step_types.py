@@ -12,6 +12,7 @@ import numpy.typing as npt
 from relayline.stage.engine.cell_state import Pieces
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells
+from relayline.stage.engine.told_rows import Guess, Told
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.sampling.device_draws import Device
 from relayline.stage.steps.placement import Placed
@@ -25,6 +26,15 @@ class Hidden(Protocol):
 
     def want(self, *, wanted: bool) -> None: ...  # noqa: D102
     def rows(self, first: int, n_rows: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
+
+
+class Predictor(Protocol):
+    """The last stage's prediction layers; see stage.engine.prediction.Predictor."""
+
+    n_drafts: int
+
+    def hidden(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.float32]: ...  # noqa: D102
+    def take(self, told: Sequence[Told]) -> list[list[Guess]]: ...  # noqa: D102
 
 
 class Engine(Protocol):

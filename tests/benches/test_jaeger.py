@@ -11,7 +11,6 @@ import datetime
 import itertools
 import json
 import os
-import socket
 import subprocess
 import threading
 import urllib.error
@@ -25,6 +24,7 @@ import pytest
 import yaml
 
 from benches.waterfall import spans_in
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.otlp_receiver import StoredSpan
 from relayline.deploy.testing.paths import DEPLOY
 from relayline.deploy.testing.trace_rebuild import is_batch
@@ -42,12 +42,6 @@ pytestmark = [
     pytest.mark.jaeger,
     pytest.mark.skipif(not PROGRAM, reason="RELAYLINE_JAEGER names no Jaeger program (2.20 or newer)"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Jaeger:

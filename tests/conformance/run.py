@@ -13,6 +13,7 @@ import datetime
 import itertools
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,12 @@ async def served(url: str | None, settings: Mapping[str, Any]) -> AsyncIterator[
     if url is not None:
         yield url.rstrip("/"), MODEL.stem
         return
-    async with running(smallest_manifest(MODEL, "conformance", **{"ctx_tokens": CTX_TOKENS, **settings})) as (_, ready):
-        yield ready["url"], ready["model"]
+    with tempfile.TemporaryDirectory() as batches:
+        manifest = smallest_manifest(
+            MODEL, "conformance", **{"ctx_tokens": CTX_TOKENS, "batch_dir": batches, **settings}
+        )
+        async with running(manifest) as (_, ready):
+            yield ready["url"], ready["model"]
 
 
 def _settings(suite: Suite) -> tuple[tuple[str, Any], ...]:

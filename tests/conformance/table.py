@@ -123,6 +123,12 @@ SUITES = (
         ("llama_index_models.py",),
     ),
     Suite(
+        "ollama",
+        "Ollama's official Python client: models, chats, streams, tools, schemas, prompts and embeddings",
+        ("ollama", *_PYTEST),
+        ("ollama_client.py",),
+    ),
+    Suite(
         "lm-eval",
         "log-likelihoods and texts by completions and chats",
         ("lm-eval[api]", *_PYTEST),

@@ -18,11 +18,11 @@ from tests.support.fleet import (
     CTX,
     SHAPE,
     Artifacts,
+    answers_over_losses,
     artifacts_fixture,
     assert_greedy,
     fleet,
     prompt_of,
-    read,
     request,
     tokens_of,
 )
@@ -85,21 +85,9 @@ async def test_one_prompt_with_each_adapter_shares_no_cells(artifacts: Artifacts
 async def test_answers_go_on_with_their_adapters_after_a_loss(artifacts: Artifacts, world: World) -> None:
     prompts = [prompt_of(seed, 30) for seed in range(3)]
     async with fleet(artifacts([2]), adapters=world.adapters, n_lanes=4) as running:
-        streams = [
-            running.pipeline.open(dataclasses.replace(request(prompt, N_TOKENS), adapter=at))
-            for at, prompt in enumerate(prompts)
-        ]
-        tokens = [await read(stream, 3) for stream in streams]
-        for lost in range(2):
-            await running.lose(lost)
-            await running.start(lost)
-            for stream, begun in zip(streams, tokens, strict=True):
-                begun += await read(stream, 3)
-        for stream, begun in zip(streams, tokens, strict=True):
-            begun += await tokens_of(stream)
-    for at, (prompt, begun) in enumerate(zip(prompts, tokens, strict=True)):
-        assert len(begun) == N_TOKENS
-        assert_greedy(world.wholes[at], prompt, begun)
+        answers = await answers_over_losses(running, prompts, N_TOKENS, adapters=(0, 1, 2))
+    for at, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+        assert_greedy(world.wholes[at], prompt, tokens)
 
 
 async def test_a_stage_with_other_adapters_is_refused_in_one_line(

@@ -15,7 +15,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from relayline.deploy.testing.processes import Running, relayline
+from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.processes import TIMEOUT_S, Running
 from tests.end_to_end.test_end_to_end import DEMO
 from tests.support.http_client import Client, assert_same_greedy, tokens_of
 from tests.support.polling import pause
@@ -23,15 +24,14 @@ from tests.support.polling import pause
 pytestmark = pytest.mark.slow  # real processes
 
 NAMES = ("a", "b", "c")
-N_AGENTS, N_LANES, N_PROMPT, N_SAID, N_TOKENS = 3, 2, 700, 20, 8
+N_AGENTS, N_LANES, N_PROMPT, N_SAID, N_TOKENS = 3, 2, 300, 20, 8
 
 
 class Agents:
     """A coordinator, three stages that keep prefixes on disks, and the agents' histories."""
 
     def __init__(self, directory: Path) -> None:
-        done = relayline("split", DEMO, "--stages", str(len(NAMES)), "--out", directory / "split")
-        assert done.returncode == 0, done.stderr
+        split_model(DEMO, directory / "split", n_stages=len(NAMES))
         self.directory = directory
         exact = ["--no-calibrate", "--wire", "f32", "--kv-type", "f32", "--draft", "off", "--json"]
         kept = ["--prefix-disk-bytes", str(1 << 30)]
@@ -92,7 +92,7 @@ async def turn(client: Client, prompt: list[int], **more: Any) -> tuple[list[int
 
 async def until_on_disk(client: Client, n_states: int) -> list[dict[str, Any]]:
     """Wait until every stage has written this many prefixes; returns their tiers."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             tiers: list[dict[str, Any]] = [stage["tier"] for stage in (await client.pipeline())["stages"]]
             if all(tier["disk_bytes"] > 0 and tier["states"] >= n_states for tier in tiers):

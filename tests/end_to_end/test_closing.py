@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.token_sender import TokenSender
+from relayline.deploy.testing.engines import stage_config
+from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
+from relayline.stage.process import serve
+from relayline.stage.served import Served
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     InvalidRequestError,
@@ -133,3 +139,33 @@ def test_a_copy_of_an_error_says_the_same_and_holds_nothing() -> None:
     assert caught.value is not kept
     assert caught.value.param == "n"
     assert kept.__traceback__ is None
+
+
+async def test_a_stage_closes_to_its_end_when_it_is_cancelled_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, may_close = asyncio.Event(), asyncio.Event()
+    end_calls = Served.end_calls
+
+    async def held(self: Served) -> None:
+        closing.set()
+        await may_close.wait()
+        await end_calls(self)
+
+    monkeypatch.setattr(Served, "end_calls", held)
+    (path,) = write_pipeline(tmp_path, TinyShape(n_layers=1), [])
+    config = stage_config(path, n_lanes=1, ctx_tokens=32, n_threads=1, verify=False, calibrate=False)
+
+    async def serving() -> None:
+        async with serve(config):
+            pass
+
+    task = asyncio.create_task(serving())
+    await closing.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    may_close.set()
+    async with asyncio.timeout(20):
+        await asyncio.wait({task})
+    assert task.cancelled()
+    assert not [thread for thread in threading.enumerate() if thread.name == "decode"], "its decode thread has ended"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -78,6 +79,23 @@ async def test_broken_links_alone_cause_no_replay(
             assert_greedy(whole, prompt, tokens)
     # Each loss costs a stream the last row, and the rows that a later stage had not computed yet.
     assert max(n_rows) <= sum(len(prompt) + 39 for prompt in prompts) + 2 * len(prompts) * 2
+
+
+async def test_answers_go_on_behind_what_was_said_before(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    """As a response does whose coordinator has ended: another pipeline gets its first tokens with the request."""
+    sampling = [GREEDY, SEEDED, PENALISED]
+    prompts = [prompt_of(80 + at, 20 + at) for at in range(len(sampling))]
+    requests = [request(prompt, 20, how) for prompt, how in zip(prompts, sampling, strict=True)]
+    async with fleet(artifacts([1, 3]), prefix_lanes=0) as running:
+        said = await asyncio.gather(*(read(running.pipeline.open(each), 7) for each in requests))
+    again = [dataclasses.replace(each, said=tuple(tokens)) for each, tokens in zip(requests, said, strict=True)]
+    async with fleet(artifacts([1, 3]), prefix_lanes=0) as running:
+        rest = await asyncio.gather(*(tokens_of(running.pipeline.open(each)) for each in again))
+    outputs = [before + after for before, after in zip(said, rest, strict=True)]
+    assert [len(tokens) for tokens in outputs] == [20] * 3
+    assert_greedy(whole, prompts[0], outputs[0])
+    assert_seeded(whole, prompts[1], outputs[1], SEEDED)
+    assert_penalised(whole, prompts[2], outputs[2])
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 ASKED = PROMPTS[:3]
 
 
@@ -83,6 +83,11 @@ class PrivatePipeline(Pipeline):
             done = relayline("certs", "invite", self._disks / "tls", host, "--stage", name)
             assert done.returncode == 0, done.stderr
             joining = (str(self.coordinator.event["enrol"]), done.stdout.split()[-1])
+        return self.joined_by(joining, host, disk)
+
+    def joined_by(self, joining: Sequence[str], host: str, disk: Path | None = None) -> Running:
+        """The stage that a join line makes, on a host of its own; with its earlier disk if that is given."""
+        disk = disk or self._disks / host
         return Running(["join", *joining, "--listen", f"{host}:0", "--advertise", host, "--metrics", "127.0.0.1:0",
                         "--cache", disk, "--state", disk / "joined", "--threads", "1", "--always-fetch",
                         "--json"])  # fmt: skip

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.nightly,  # six processes that import everything again
     pytest.mark.skipif(bool(refusal()), reason=refusal() or "allowed"),
 ]
-WAIT_S = 90.0
+WAIT_S = 120.0
 MANIFEST = """apiVersion: relayline.dev/v1alpha1
 kind: Pipeline
 metadata: {{name: lan}}

@@ -24,9 +24,11 @@ from tests.support.polling import pause
 pytestmark = pytest.mark.slow  # real processes, each stopped for some ten seconds
 
 NAMES = ("desk", "laptop", "tower")
-NOTICED_MAX_S = 12.0
-LOST_WAIT_S = 15.0
-READY_MAX_S = 60.0
+# A busy machine keeps everything waiting, so these are generous: 12 s and 15 s on one that has time. Without heartbeats
+# nothing is noticed for minutes.
+NOTICED_MAX_S = 40.0
+ANSWERED_MAX_S = 45.0
+READY_MAX_S = 120.0
 PROMPT, N_TOKENS = "def f(", 400
 
 
@@ -145,7 +147,7 @@ async def test_a_request_while_a_stage_is_stopped_gets_retry_after(pipeline: Pip
                 assert (reply.status, (await reply.json())["error"]["code"]) == (503, "not_ready")
                 assert int(reply.headers["Retry-After"]) >= 1
             print(f"503 after {answered_s:.1f} s")
-            assert answered_s < LOST_WAIT_S + 3
+            assert answered_s < ANSWERED_MAX_S
             assert await health(client) == (503, "unreachable")
             async with client.session.post(f"{client.url}/v1/completions", json=body) as reply:
                 assert reply.status == 503

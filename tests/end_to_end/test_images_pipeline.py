@@ -19,7 +19,8 @@ import pytest
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.replies.service import ServedModel
-from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.media.encoder import Encoder
+from relayline.coordinator.media.parts import is_audio_file
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.projectors import check_projector
 from relayline.coordinator.model.split import split_model
@@ -58,6 +59,7 @@ class Model:
     tokenizer: Path
     encoder: Encoder
     whole: WholeWithImages
+    ctx_tokens: int = CTX
 
 
 @pytest.fixture(scope="module", name="model")
@@ -69,7 +71,7 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     file = split_model(whole, directory / "out", cuts=cuts)
     paths = [directory / "out" / stage.file for stage in file.stages]
     tokenizer = directory / "out" / file.tokenizer.file
-    assert check_projector(projector, file) == request.param
+    assert check_projector(projector, file).images == request.param
     max_tokens = MAX_TOKENS.get(request.param, 0)
     encoder = Encoder(projector, tokenizer, file.n_embd, max_tokens)
     with WholeWithImages(whole, projector, CTX, max_tokens) as reference:
@@ -84,10 +86,10 @@ class Chats:
     """A client of one served pipeline."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, running: Fleet) -> None:
-        self._session, self._url, self.running = session, url, running
+        self._session, self.url, self.running = session, url, running
 
     async def post(self, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
-        async with self._session.post(self._url + path, json=body) as response:
+        async with self._session.post(self.url + path, json=body) as response:
             found: dict[str, Any] = await response.json()
             assert response.status == status, found
             return found
@@ -100,12 +102,13 @@ class Chats:
 
 
 def content(*parts: str | bytes) -> list[dict[str, Any]]:
-    return [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": url_of(part)}}
-        for part in parts
-    ]
+    return [{"type": "text", "text": part} if isinstance(part, str) else file_part(part) for part in parts]
+
+
+def file_part(file: bytes) -> dict[str, Any]:
+    if is_audio_file(file):
+        return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file).decode(), "format": "wav"}}
+    return {"type": "image_url", "image_url": {"url": url_of(file)}}
 
 
 def url_of(file: bytes) -> str:
@@ -117,6 +120,7 @@ async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
     tokenizer = Tokenizer.load(model.tokenizer)
     template = ChatTemplate(CHAT_TEMPLATE)
     n_vocab = len(TOKENS)
+    settings = {"ctx_tokens": model.ctx_tokens, **settings}
     async with fleet(model.paths, file=model.file, n_vocab=n_vocab, **settings) as running:
         served = ServedModel("tiny", 1, tokenizer, template, _Borrowed(model.encoder))
         app = make_app(running.pipeline, served)
@@ -134,6 +138,7 @@ class _Borrowed(Encoder):
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder, self.n_embd, self.are_mutual = encoder, encoder.n_embd, encoder.are_mutual
+        self.takes = encoder.takes
         self.n_asked: list[int] = []
 
     @property

@@ -11,10 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.processes import Running, relayline, running
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.support.cutting_proxy import cutting_proxy
-from tests.support.http_client import Client, assert_same_greedy, tokens_of
+from tests.support.http_client import Client, OnceAllBegan, assert_same_greedy, tokens_of
 from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes, started many times
@@ -31,7 +32,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def coordinator(split: Path, join: str = "127.0.0.1:0", http: str = "127.0.0.1:0") -> Running:
+def coordinator(split: Path, join: str, http: str) -> Running:
     """Exact rows and an exact cache, so that recomputing after a loss cannot tip a close decision."""
     return Running(["serve", "--pipeline", split, "--join-listen", join, "--names", ",".join(NAMES), "--http", http,
                     "--ctx", "512", "--lanes", "16", "--no-calibrate", "--wire", "f32", "--kv-type", "f32",
@@ -57,7 +58,8 @@ class Pipeline:
 
     def __init__(self, split: Path, disks: Path) -> None:
         self.split, self.disks = split, disks
-        self.coordinator = coordinator(split)
+        join, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        self.coordinator = coordinator(split, join, http)
         self.join, self.url = self.coordinator.event["join"], self.coordinator.event["url"]
         self.stages: dict[str, Running] = {}
 
@@ -114,23 +116,14 @@ async def test_eight_streams_while_a_stage_is_killed_and_comes_back_elsewhere(pi
         client = LongClient(session, {"url": pipeline.url, "model": "relayline-demo"})
         undisturbed = await eight(client)
         before = await client.pipeline()
-        n_events = 0
-        half = asyncio.Event()
-
-        def count(_: Any) -> None:
-            nonlocal n_events
-            n_events += 1
-            if n_events == TOKENS * 3 // 4:  # no answer is whole by then, however far drafts bring one before others
-                half.set()
-
-        disturbed = asyncio.create_task(eight(client, count))
-        await half.wait()
-        pipeline.stages["b"].stop(signal.SIGKILL)
+        loss = OnceAllBegan(len(PROMPTS), pipeline.stages["b"].process.kill)
+        disturbed = asyncio.create_task(eight(client, loss))
+        await loss.acted.wait()
+        await asyncio.to_thread(pipeline.stages["b"].stop, signal.SIGKILL)
         await asyncio.to_thread(pipeline.start, "b", "b-anew")
         for prompt, left, right in zip(PROMPTS, undisturbed, await disturbed, strict=True):
             await assert_same_greedy(client, prompt, left, right)
-        after = await client.pipeline()
-        assert after["epoch"] > before["epoch"]
+        after = await client.until_ready(before["epoch"])
         moved = [
             old["name"]
             for old, new in zip(before["stages"], after["stages"], strict=True)
@@ -170,7 +163,7 @@ async def fetched_bytes(served: Running, index: int) -> int:
 
 
 async def test_a_fetch_that_is_cut_goes_on_after_rejoining(split: Path, tmp_path: Path) -> None:
-    served = await asyncio.to_thread(coordinator, split)
+    served = await asyncio.to_thread(coordinator, split, "127.0.0.1:0", "127.0.0.1:0")
     try:
         async with cutting_proxy(served.event["join"], hold_after_bytes=1_100_000) as proxy:
             joining = asyncio.create_task(asyncio.to_thread(stage, "b", proxy.address, tmp_path / "disk"))
@@ -208,10 +201,16 @@ def test_refusals_are_one_line_on_both_sides(split: Path, tmp_path: Path) -> Non
     ("arguments", "words"),
     [
         (("stage",), "give either --artifact FILE, or --join"),
-        (("stage", "--artifact", "x", "--join", "127.0.0.1:1"), "give either --artifact FILE, or --join"),
+        (
+            ("stage", "--artifact", "SPLIT/stage-0.gguf", "--join", "127.0.0.1:1"),
+            "give either --artifact FILE, or --join",
+        ),
         (("stage", "--join", "127.0.0.1:1"), "needs --name"),
         (("stage", "--join", "127.0.0.1:1", "--name", "a", "--ctx", "64"), "--ctx is set by the coordinator"),
-        (("stage", "--artifact", "x", "--name", "a"), "--name belongs to --join"),
+        (("stage", "--artifact", "SPLIT/stage-0.gguf", "--name", "a"), "--name belongs to --join"),
+        (("stage", "--artifact", "SPLIT/stage-0.gguf", "--relay"), "--relay belongs to --join"),
+        (("join", "127.0.0.1:1", "--relay", "--listen", "127.0.0.1:0"), "--relay and --listen contradict each other"),
+        (("stage", "--join", "127.0.0.1:1", "--name", "a", "--relay", "--advertise", "b"), "--relay and --advertise"),
         (("stage", "--join", "127.0.0.1:1", "--name", "a", "--advertise", "h:1"), "is not a host"),
         (("serve", "--pipeline", "SPLIT"), "give either --stages"),
         (
@@ -223,7 +222,7 @@ def test_refusals_are_one_line_on_both_sides(split: Path, tmp_path: Path) -> Non
     ],
 )
 def test_flags_that_make_no_sense_are_a_usage_error(split: Path, arguments: tuple[str, ...], words: str) -> None:
-    done = relayline(*(str(split) if argument == "SPLIT" else argument for argument in arguments))
+    done = relayline(*(argument.replace("SPLIT", str(split)) for argument in arguments))
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr

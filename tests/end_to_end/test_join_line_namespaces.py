@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from relayline.deploy.testing.processes import COMMAND, Running
 from tests.end_to_end.test_end_to_end import DEMO
-from tests.support.namespaces import network, prefix_of, refusal, start
+from tests.support.namespaces import join_lines, network, prefix_of, refusal, start
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,14 +42,7 @@ async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:
         up = await asyncio.to_thread(start, desk, "up", path)
         stages: list[Running] = []
         try:
-            lines: dict[str, str] = {}
-            event: dict[str, Any] = up.event
-            while True:
-                if event["event"] == "remote":
-                    lines[str(event["name"])] = str(event["command"])
-                if len(lines) == 2:
-                    break
-                event = await asyncio.to_thread(up.next_event, "remote")
+            lines = await join_lines(up, 2)
             assert {*lines} == {"server", "old"}, "the desk is this machine: it starts here"
             starts = []
             for name, host in (("server", server), ("old", old)):

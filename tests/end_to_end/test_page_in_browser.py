@@ -16,6 +16,7 @@ import pytest
 
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.cli import report
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.processes import Running
 from tests.support.browser import Tab, browsing, chromium
@@ -58,7 +59,7 @@ class Pipeline:
         split = directory / "split"
         file = split_model(DEMO_MODEL, split, n_stages=2)
         self._artifacts = [split / stage.file for stage in file.stages]
-        self.stages = [self._stage(index, "127.0.0.1:0") for index in range(2)]
+        self.stages = [self._stage(index, f"127.0.0.1:{free_port()}") for index in range(2)]
         addresses = ",".join(str(stage.event["address"]) for stage in self.stages)
         self.coordinator = Running(
             ["serve", "--pipeline", split, "--stages", addresses, "--http", "127.0.0.1:0", "--json", "--draft", "off",

@@ -11,6 +11,7 @@ import pytest
 
 from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.deploy.testing.reference import ReferenceModel
+from relayline.stage.epochs import Epochs
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.wire.common.process import first_of
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -171,3 +172,22 @@ async def test_a_stage_0_of_an_older_release_is_not_asked(
         async with another_coordinator(running) as later:
             assert later.conductor.prefixes.tier.figures()["prefixes"] > 0
             assert await copied(later, (*prompt, 5, 6), whole) == 0, "only whole ones are known"
+
+
+async def test_a_description_before_kept_lanes_are_stored_costs_no_prefix(
+    artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link breaks. The stages describe themselves, and only Configure ends the epoch before."""
+    async with fleet(
+        artifacts([1, 3]), n_lanes=8, prefix_lanes=None, kv_layout="per-lane", tier_bytes=TIER_BYTES, proxied=True
+    ) as running:
+        prompt = prompt_of(1, N_PROMPT)
+        await tokens_of(running.pipeline.open(request(prompt, N_TOKENS)))
+        await running.until_free()
+        with monkeypatch.context() as late:
+            late.setattr(Epochs, "upstream_left", lambda self, route: None)
+            await running.cut(0)
+            async with asyncio.timeout(20):
+                await running.pipeline.ready.wait()
+        middle = (*prompt[: N_PROMPT - 5], *prompt_of(50, 30))
+        assert await copied(running.pipeline, middle, whole) == N_PROMPT - 5, "its tokens are known, not marks alone"

@@ -18,7 +18,7 @@ import pytest
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.certificates import issue, revoke
-from relayline.deploy.testing.processes import Running, relayline, running
+from relayline.deploy.testing.processes import TIMEOUT_S, Running, relayline, running
 from relayline.wire.common.errors import UnauthenticatedError
 from relayline.wire.links.revocation import IS_REVOKED
 from relayline.wire.links.roles import Role
@@ -69,7 +69,7 @@ def ask(url: str, key: str | None) -> tuple[int, dict[str, Any]]:
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -79,7 +79,7 @@ def ask(url: str, key: str | None) -> tuple[int, dict[str, Any]]:
 def granted_rows(url: str) -> int:
     """How many rows stages have computed without a word from the coordinator."""
     request = urllib.request.Request(f"{url}/v1/pipeline", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
         return int(json.load(response)["grants"]["rows"])
 
 
@@ -192,7 +192,7 @@ def test_insecure_is_possible_and_warns(split: Path):
     ("flags", "says"),
     [
         (("--tls", "expired"), "cert.pem expired on "),
-        (("--token-file", "nowhere"), "does not exist"),
+        (("--token-file", "nowhere"), "no such file"),
     ],
 )
 def test_material_that_cannot_be_used(flags: tuple[str, ...], says: str, split: Path, ids: Identities, tmp_path: Path):

@@ -15,6 +15,7 @@ import pytest
 
 from relayline.deploy.launch.state import state_root
 from relayline.deploy.testing.paths import ROOT
+from relayline.deploy.testing.processes import TIMEOUT_S
 from relayline.wire.common import places
 from relayline.wire.common.child_command import code_command, module_command
 from relayline.wire.common.errors import UsageError
@@ -87,7 +88,13 @@ def booby_trapped(tmp_path: Path) -> Path:
 )
 def test_a_child_runs_nothing_from_where_the_user_stands(command: list[str], code: int, booby_trapped: Path) -> None:
     done = subprocess.run(
-        command, cwd=booby_trapped, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=booby_trapped,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert not [*booby_trapped.rglob("*.ran")]
     assert done.returncode == code, done.stderr
@@ -95,7 +102,7 @@ def test_a_child_runs_nothing_from_where_the_user_stands(command: list[str], cod
 
 def test_children_run_the_package_that_their_parent_runs(tmp_path: Path) -> None:
     command = code_command("import relayline.deploy.cli; print(relayline.deploy.cli.__file__)")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert Path(done.stdout.strip()) == ROOT / "deploy" / "cli" / "__init__.py"
 
 

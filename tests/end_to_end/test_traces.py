@@ -19,6 +19,7 @@ from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.sessions.streams import SessionStream
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage import process
@@ -32,7 +33,7 @@ from tests.support.spans import Kept, attributes_of
 
 SHAPE = TinyShape(n_layers=4)
 N_STAGES = 3
-TIMEOUT_S = 60
+TIMEOUT_S = 120.0
 GREEDY = SamplingParams(temperature=0.0)
 numbers = itertools.count()
 
@@ -48,7 +49,7 @@ class World:
     def __init__(self, artifacts: Sequence[Path], level: Level) -> None:
         self.kept = Kept(level=level)
         self.stage_kept = [Kept(Role.STAGE, level, name=f"{index}@test") for index in range(N_STAGES)]
-        self.addresses = ["127.0.0.1:0"] * N_STAGES
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(N_STAGES)]
         self.pipeline: Pipeline
         self.observer = Observer(self.kept.telemetry, later=asyncio.get_running_loop().call_later)
         self.control = TelemetryControl(self.observer, lambda: self.pipeline.stages)

@@ -169,3 +169,32 @@ async def test_a_prefix_comes_back_from_the_tier(kv_layout: str, windowed: tuple
             assert max(await read_of(running, before)) <= 1 + 5 + 3
             assert_greedy(whole, again, answer)
         assert replays(running) == 0
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize(("before", "after"), [("window", "all"), ("all", "window")])
+async def test_prefixes_of_other_window_cells_are_not_taken(
+    before: str, after: str, kv_layout: str, windowed: tuple[Split, ReferenceModel], tmp_path: Path
+) -> None:
+    """Stages restart with another --window-cells and the same disk, whose lanes lack cells, or have too many."""
+    ((file, paths), whole), prompts = windowed, [prompt_of(seed, 300) for seed in range(3)]
+    async with fleet(
+        paths, n_lanes=2, prefix_lanes=1, kv_layout=kv_layout, file=file, ctx_tokens=CTX,
+        window_cells=before, tier_bytes=64 << 20, tier_dir=tmp_path,
+    ) as running:  # fmt: skip
+        for prompt in prompts:
+            await tokens_of(running.pipeline.open(request(prompt, 6)))
+            await running.until_free()
+        assert running.pipeline.conductor.prefixes.tier.figures()["prefixes"] > 0
+        running._window_cells = after
+        await running.lose(0)
+        await running.stop(1)
+        for index in range(N_STAGES):
+            await running.start(index)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        for n_common in (300, 200):
+            asked = (*prompts[0][:n_common], *prompt_of(50 + n_common, 20))
+            assert_greedy(whole, asked, await tokens_of(running.pipeline.open(request(asked, 6))))
+        assert running.pipeline.conductor.prefixes.tier.figures()["restored"] == 0
+        assert replays(running) == 0

@@ -266,7 +266,7 @@ async def test_an_epoch_that_nobody_links_to_ends(monkeypatch: pytest.MonkeyPatc
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         (route,) = stage.service.epochs.routes.values()
-        stage.service.epochs._unused(route.route_id, route.epoch)
+        stage.service.epochs._unused(route)
         await asyncio.gather(*stage.service.epochs._tasks)
         assert list(stage.service.epochs.routes.values()) == [route], "one that is linked to stays"
 

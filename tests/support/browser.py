@@ -16,6 +16,9 @@ from typing import Any
 import aiohttp
 
 WAIT_S = 40.0
+LOADS_MAX = 20
+# Other tests make networks meanwhile, and a browser drops what it loads when an interface comes or goes.
+_NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio",
@@ -41,6 +44,7 @@ class Tab:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading = asyncio.create_task(self._read())
         self._loaded = asyncio.Event()
+        self._is_disturbed = False
         self.problems: list[str] = []
         self.requests: list[str] = []
         self.choosers: asyncio.Queue[int] = asyncio.Queue()  # inputs whose file chooser should open
@@ -60,6 +64,8 @@ class Tab:
                     self.problems.append(thrown.get("exception", {}).get("description") or thrown["text"])
                 case "Runtime.consoleAPICalled" if given["type"] in ("error", "warning", "assert"):
                     self.problems.append(" ".join(str(each.get("value")) for each in given["args"]))
+                case "Log.entryAdded" if _NETWORK_CHANGED in given["entry"]["text"]:
+                    self._is_disturbed = True
                 case "Log.entryAdded" if given["entry"]["level"] in ("error", "warning"):
                     self.problems.append(f"{given['entry']['text']} {given['entry'].get('url', '')}")
                 case "Page.fileChooserOpened":
@@ -105,17 +111,26 @@ class Tab:
 
     async def go(self, url: str) -> None:
         """Load a page."""
-        self._loaded.clear()
-        if "loaderId" in await self.ask("Page.navigate", url=url):  # else only the fragment changes
-            async with asyncio.timeout(WAIT_S):
-                await self._loaded.wait()
+        await self._load("Page.navigate", url=url)
 
     async def reload(self) -> None:
         """Load the page anew."""
-        self._loaded.clear()
-        await self.ask("Page.reload")
-        async with asyncio.timeout(WAIT_S):
-            await self._loaded.wait()
+        await self._load("Page.reload")
+
+    async def _load(self, method: str, **given: Any) -> None:
+        """Load a page until no part of it fails because the network changed."""
+        for _ in range(LOADS_MAX):
+            self._loaded.clear()
+            self._is_disturbed = False
+            answer = await self.ask(method, **given)
+            if method == "Page.navigate" and "loaderId" not in answer:  # only the fragment changes
+                return
+            async with asyncio.timeout(WAIT_S):
+                await self._loaded.wait()
+            if not self._is_disturbed and _NETWORK_CHANGED not in answer.get("errorText", ""):
+                return
+            method, given = "Page.reload", {}
+        raise AssertionError(f"the network changed within each of {LOADS_MAX} loads")
 
     async def press(self, key: str) -> None:
         """Press a key as a person does; "Enter" and "Tab" among others."""

@@ -20,6 +20,7 @@ class Chain:
     def __init__(
         self, directory: Path, pipeline: PipelineFile, *, ctx_tokens: int = 64, max_rows: int = 32,
         lanes: Sequence[int] = (0,), kv_layout: str = "unified", adapters: Sequence[Adapter] = (),
+        mtp_drafts: int = 0,
     ) -> None:  # fmt: skip
         """Use these lanes, in this order."""
         self.lanes = tuple(lanes)
@@ -32,6 +33,7 @@ class Chain:
                 max_rows * len(lanes),
                 kv_layout=kv_layout,
                 adapters=tuple(adapters),
+                mtp_drafts=mtp_drafts,
             )
             self.engines.append(NativeEngine(config))
         self.table = EmbeddingTable(self.engines[0].artifact)

@@ -25,9 +25,11 @@ llama.cpp knows can be cut into stages. Each of them has tiny models in the test
 the whole model computes, up to float noise, with f32 between the stages. `python -m tests.families --report` tries all
 of that again and prints the outcome for every name. `relayline certify MODEL` does the same for a model of yours.
 
-`relayline inspect MODEL` says at which layers a model may be cut. Without a rule below that is every layer. Layers for
-the prediction of further tokens are left out of all stages. Images need a projector: [which ones are
-served](http-api.md#images).
+`relayline inspect MODEL` says at which layers a model may be cut. Without a rule below that is every layer. Images need
+a projector: [which ones are served](http-api.md#images).
+
+Layers for the prediction of further tokens (MTP) are left out of all stages, except in these families. There the last
+stage has them, and [can draft by them](../explanation/drafts.md#prediction-layers): {predicting}.
 
 ## Certified
 
@@ -62,7 +64,8 @@ def page() -> str:
     for name, reason in REFUSED.items():
         by_reason[reason].append(name)
     refused = [f"| {reason} | {_listed(sorted(names))} |" for reason, names in by_reason.items()]
-    head = HEAD.format(n_certified=len(FAMILIES), n_all=len(FAMILIES) + len(REFUSED))
+    predicting = _listed(name for name in sorted(FAMILIES) if FAMILIES[name].predicts)
+    head = HEAD.format(n_certified=len(FAMILIES), n_all=len(FAMILIES) + len(REFUSED), predicting=predicting)
     return head + "\n".join(rows) + "\n" + EXCEPT + "\n".join(some) + "\n" + REFUSED_HEAD + "\n".join(refused) + "\n"
 
 

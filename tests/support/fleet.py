@@ -14,14 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from relayline.coordinator.engine.draft_seam import drafting
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenEvent
 from relayline.coordinator.sessions.streams import SessionStream
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline, write_whole
+from relayline.stage.engine.saved_lanes import SavedLanes
 from relayline.stage.process import serve
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.wire.common.errors import (
@@ -132,19 +135,20 @@ class Fleet:
         window_cells: str = "auto",
         tier_dir: Path | None = None,
         adapters: tuple[Adapter, ...] = (),
+        mtp_drafts: int = 0,
     ) -> None:
-        self._tier_dir, self._adapters = tier_dir, adapters
+        self._tier_dir, self._adapters, self._mtp_drafts = tier_dir, adapters, mtp_drafts
         self._run_ahead, self._window_cells = run_ahead, window_cells
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, ctx_tokens, kv_layout
         self._tier_bytes, self._rewind_rows, self._max_rows = tier_bytes, rewind_rows, max_rows
         self._running: dict[int, contextlib.AsyncExitStack] = {}
-        self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in paths]
         self.pipeline: Pipeline
         self.recovering = asyncio.Event()
         self.proxies: list[CuttingProxy] = []  # one before each stage, if requested
 
     async def start(self, index: int) -> None:
-        """Start a stage, at its former address if it had one."""
+        """Start a stage, always at the same address."""
         port = int(self.addresses[index].rsplit(":", 1)[1])
         config = stage_config(
             self._paths[index],
@@ -158,6 +162,7 @@ class Fleet:
             prefix_disk_bytes=self._tier_bytes if self._tier_dir is not None else 0,
             prefix_disk_dir=str(self._tier_dir / str(index)) if self._tier_dir is not None else "",
             rewind_rows=self._rewind_rows,
+            mtp_drafts=self._mtp_drafts,
             run_ahead=self._run_ahead,
             window_cells=self._window_cells,
             adapters=self._adapters,
@@ -183,7 +188,7 @@ class Fleet:
         await self._noticed()
 
     async def _noticed(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.recovering.wait()
 
     async def stop_all(self) -> None:
@@ -204,7 +209,7 @@ class Fleet:
 
     async def until_free(self) -> None:
         """Wait until no stage holds a lane: closes are under way when the last token arrives."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(await self.lanes_used()):
                 await pause()
 
@@ -235,23 +240,33 @@ async def fleet(
     window_cells: str = "auto",
     tier_dir: Path | None = None,
     adapters: tuple[Adapter, ...] = (),
+    draft_model: Path | None = None,
+    mtp_drafts: int = 0,
 ) -> AsyncIterator[Fleet]:
-    """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
+    """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone.
+
+    `draft_model`: the file of a model that drafts in a process of its own; it has the vocabulary of the tiny one.
+    """
     made = Fleet(
         paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens, window_cells, tier_dir,
-        adapters)  # fmt: skip
+        adapters, mtp_drafts)  # fmt: skip
     proxies = contextlib.AsyncExitStack()
+    # What comes back is no question of measured prices: a tiny model may read a prompt in the time of a copy.
+    free = proxies.enter_context(pytest.MonkeyPatch.context())
+    free.setattr(SavedLanes, "token_ns", 0.0)
     for index in range(len(paths)):
         await made.start(index)
         if proxied:
             made.proxies.append(await proxies.enter_async_context(cutting_proxy(made.addresses[index], 1 << 40)))
+    serving = ServingSettings(
+        queue=waiting_max, lost_wait_s=lost_wait_s, share=share, prefix_lanes=prefix_lanes,
+        draft_model=str(draft_model or ""), draft_threads=1)  # fmt: skip
+    schedule = ScheduleConfig(
+        mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft, grant_steps=grant_steps,
+        draft_model_tokens=16_384 if draft_model is not None else 0)  # fmt: skip
+    addresses = tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses)
     config = PipelineConfig(
-        tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses),
-        DTYPE_F32,
-        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft, grant_steps=grant_steps),
-        serving=ServingSettings(queue=waiting_max, lost_wait_s=lost_wait_s, share=share, prefix_lanes=prefix_lanes),
-        recovery_timeout_s=recovery_timeout_s,
-        adapters=adapters,
+        addresses, DTYPE_F32, schedule, serving=serving, recovery_timeout_s=recovery_timeout_s, adapters=adapters
     )
     file = file or pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, is_end)
@@ -262,15 +277,26 @@ async def fleet(
         await disconnect(error)
 
     pipeline.epochs.disconnect = noticed  # type: ignore[method-assign]
-    stopping = asyncio.Event()
+    async with _running(made, proxies, serving, draft_model):
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    made: Fleet, proxies: contextlib.AsyncExitStack, serving: ServingSettings, draft_model: Path | None
+) -> AsyncIterator[None]:
+    """Run the pipeline of a fleet; at the end it drains."""
+    pipeline = made.pipeline
+    stopping, helpers = asyncio.Event(), contextlib.AsyncExitStack()
+    if draft_model is not None:
+        await helpers.enter_async_context(drafting(pipeline, serving, draft_model))
     run = asyncio.create_task(pipeline.run(stopping))
     ready = asyncio.create_task(pipeline.ready.wait())
     try:
-        async with asyncio.timeout(20):
-            await first_of(ready, run)
+        await asyncio.wait_for(first_of(ready, run), 60)
         if run.done():
             run.result()
-        yield made
+        yield
     finally:
         ready.cancel()
         stopping.set()
@@ -278,6 +304,7 @@ async def fleet(
             try:
                 await run
             finally:  # a server that outlives its event loop takes the process with it
+                await helpers.aclose()
                 await proxies.aclose()
                 await made.stop_all()
 
@@ -293,9 +320,18 @@ async def tokens_of(stream: SessionStream) -> list[int]:
     return [event.token for event in events]
 
 
-async def answers_over_losses(running: Fleet, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[list[int]]:
-    """Ask for greedy answers while each stage is lost and comes back in turn; return their tokens."""
-    streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts]
+async def answers_over_losses(
+    running: Fleet, prompts: Sequence[tuple[int, ...]], n_tokens: int, adapters: Sequence[int] = ()
+) -> list[list[int]]:
+    """Ask for greedy answers while each stage is lost and comes back in turn; return their tokens.
+
+    adapters: each prompt's choice; empty: none.
+    """
+    asked = [
+        dataclasses.replace(request(prompt, n_tokens), adapter=adapter)
+        for prompt, adapter in zip(prompts, adapters or [0] * len(prompts), strict=True)
+    ]
+    streams = [running.pipeline.open(each) for each in asked]
     tokens = [await read(stream, 3) for stream in streams]
     for lost in range(len(running.addresses)):
         await running.lose(lost)
@@ -309,5 +345,5 @@ async def answers_over_losses(running: Fleet, prompts: Sequence[Sequence[int]], 
 
 
 async def read(stream: SessionStream, n_tokens: int) -> list[int]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return [(await anext(stream)).token for _ in range(n_tokens)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,13 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.replies.service import ServedModel
+from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML
-from tests.support.http_support import FakeGenerator
+from relayline.wire.common.phase import Phase
+from tests.support.http_support import FakeGenerator, FakeStream
 from tests.support.polling import pause
 
 N_LANES = 4
@@ -49,11 +52,44 @@ class Replica(FakeGenerator):
         return await super().describe(since_ns, with_recent=with_recent) | live
 
 
+class SleepyReplica(Replica):
+    """One that sleeps at first, falls asleep when it is told to, and wakes with a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready, self.otherwise = False, Phase.SLEEPING
+        self.n_wakes = 0
+        self.on_wake: Callable[[], None] = lambda: None
+        self.refuses: Exception | None = None
+
+    def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> FakeStream:
+        if not self.ready:
+            self.n_wakes += 1
+            self.ready = True
+            self.on_wake()
+        return super().open(request, record)
+
+    async def ask(self) -> dict[str, object]:
+        if self.refuses is not None:
+            raise self.refuses
+        if self.otherwise is Phase.WAKING:
+            return {"is_sleeping": True, "state": "waking"}
+        self.ready = any(not stream.closed.is_set() for stream in self.streams)
+        return {"is_sleeping": not self.ready, "state": "awake" if self.ready else "asleep"}
+
+    async def wake(self) -> dict[str, object]:
+        self.ready = True
+        return {"is_sleeping": False}
+
+
 class Pipeline:
     """One served pipeline, which can be killed and started again at its port."""
 
-    def __init__(self, tokenizer: Tokenizer, name: str, model: str, keys: Path | None = None) -> None:
-        self.name, self.model, self.generator = name, model, Replica()
+    def __init__(
+        self, tokenizer: Tokenizer, name: str, model: str, keys: Path | None = None, *, sleeps: bool = False
+    ) -> None:
+        self.name, self.model = name, model
+        self.generator: Replica = SleepyReplica() if sleeps else Replica()
         self.port, self._runner = 0, None
         self._tokenizer, self._keys = tokenizer, keys
         self._stack = contextlib.ExitStack()
@@ -67,7 +103,9 @@ class Pipeline:
     async def start(self) -> None:
         chat = ChatTemplate(CHATML, bos_text=self._tokenizer.bos_text, eos_text=self._tokenizer.eos_text)
         self.n_starts += 1
-        app = make_app(self.generator, ServedModel(self.model, self.n_starts, self._tokenizer, chat), LIMITS)
+        model = ServedModel(self.model, self.n_starts, self._tokenizer, chat)
+        sleep = self.generator if isinstance(self.generator, SleepyReplica) else None
+        app = make_app(self.generator, model, LIMITS, sleep=sleep)
         self._stack.enter_context(protect_http(app, HttpListener(api_keys_file=self._keys)))
         self._runner, self.port = await start_http(app, "127.0.0.1", self.port, shutdown_timeout_s=0.05)
 
@@ -85,9 +123,11 @@ class Pipeline:
 
 
 @contextlib.asynccontextmanager
-async def pipelines(tokenizer: Tokenizer, *models: str, keys: Path | None = None) -> AsyncIterator[list[Pipeline]]:
+async def pipelines(
+    tokenizer: Tokenizer, *models: str, keys: Path | None = None, sleep: bool = False
+) -> AsyncIterator[list[Pipeline]]:
     """Serve pipelines of these models, named a, b, c and so on."""
-    found = [Pipeline(tokenizer, "abcdef"[at], model, keys) for at, model in enumerate(models)]
+    found = [Pipeline(tokenizer, "abcdef"[at], model, keys, sleeps=sleep) for at, model in enumerate(models)]
     try:
         for pipeline in found:
             await pipeline.start()
@@ -98,19 +138,21 @@ async def pipelines(tokenizer: Tokenizer, *models: str, keys: Path | None = None
 
 
 @contextlib.asynccontextmanager
-async def gateway(served: list[Pipeline], key: str = "", **listener: Any) -> AsyncIterator[aiohttp.ClientSession]:
+async def gateway(
+    served: list[Pipeline], key: str = "", awake_max: int = 0, **listener: Any
+) -> AsyncIterator[aiohttp.ClientSession]:
     """A gateway before pipelines, and a client of it."""
-    async with changing_gateway(served, key, **listener) as (session, _):
+    async with changing_gateway(served, key, awake_max, **listener) as (session, _):
         yield session
 
 
 @contextlib.asynccontextmanager
 async def changing_gateway(
-    served: list[Pipeline], key: str = "", **listener: Any
+    served: list[Pipeline], key: str = "", awake_max: int = 0, **listener: Any
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, ServedGateway]]:
     """A client of a gateway, and the gateway as its process changes it."""
     backends = tuple(BackendConfig(each.name, each.url, key) for each in served)
-    settings = GatewayConfig(backends, HttpListener(port=0, **listener))
+    settings = GatewayConfig(backends, HttpListener(port=0, **listener), awake_max=awake_max)
     async with serving_gateway(settings) as whole, aiohttp.ClientSession(whole.url) as session:
         yield session, whole
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
 
 from tests.support.attention import near
+from tests.support.polling import pause
 
 # Nats between two tokens below which batch shape may decide. The unsplit demonstration model itself moves by up to 0.35
 # in logits between batch shapes (`relayline certify`): activations are quantised before each product.
@@ -52,6 +54,33 @@ class Client:
         async with self.session.get(f"{self.url}/v1/pipeline") as response:
             found: dict[str, Any] = await response.json()
             return found
+
+    async def until_ready(self, after_epoch: int = 0) -> dict[str, Any]:
+        """Wait for the pipeline of a later epoch. All answers may have been on their way before a loss, which is still
+        noticed."""
+        while True:
+            described = await self.pipeline()
+            if described["phase"] == "ready" and described["epoch"] > after_epoch:
+                return described
+            await pause()
+
+
+class OnceAllBegan:
+    """Acts once, with the event by which all of n answers have begun.
+
+    It acts there, and not in a task that waits for this. The events of a whole answer may wait for a busy client: it
+    then reads them all before any other task runs.
+    """
+
+    def __init__(self, n_answers: int, act: Callable[[], object]) -> None:
+        self._n_answers, self._act, self._begun = n_answers, act, set[str]()
+        self.acted = asyncio.Event()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self._begun.add(event["id"])
+        if len(self._begun) == self._n_answers and not self.acted.is_set():
+            self._act()
+            self.acted.set()
 
 
 def text_of(events: list[dict[str, Any]]) -> str:

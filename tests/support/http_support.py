@@ -12,9 +12,10 @@ from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.replies.service import ServedModel
-from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.sessions.generation import GenerationRequest, Slot, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
+from relayline.coordinator.sessions.tenants import ANYONE, Tenant
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, EOS
@@ -115,12 +116,15 @@ class FakeGenerator:
         if not self.ready:
             raise NotReadyError("the pipeline is not ready")
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: Tenant = ANYONE) -> None:
         if self.full is not None:
             raise self.full
 
     def slots(self) -> list[Slot]:
         return [Slot(0, "prefill", True, task=7, n_prompt=9, n_read=4, n_left=5), Slot(1, "idle")]
+
+    def tenants(self) -> dict[str, tuple[int, int]]:
+        return {"alice": (1, 2)}
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}

@@ -17,6 +17,7 @@ from relayline.deploy.machine.cores import CORE_MAX, write_cores
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.manifest.model import API_VERSION, KIND, STAGES_MAX, Metadata, Spec
 from relayline.deploy.manifest.scalars import Part
+from relayline.wire.model_files.adapter_texts import SCALE_MAX, AdapterText, text_of
 
 # Printable and not, from several scripts, and text that YAML reads as another type; no control characters.
 TEXT = st.one_of(
@@ -26,9 +27,27 @@ TEXT = st.one_of(
     st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12),
 )
 
+ADAPTER = st.builds(
+    AdapterText,
+    st.sampled_from(("", "sql", "a.b-c_1")),
+    st.sampled_from(("style.gguf", "/models/\u00e9 #1.gguf", "null", "a:b=c.gguf")),
+    st.one_of(st.floats(-SCALE_MAX, -1e-9), st.floats(1e-9, SCALE_MAX)),
+).filter(lambda each: bool(each.name) or "=" not in each.path)  # what stands before a = is read as the name
+# Of settings whose text has a form that no pattern says, by their last name in a manifest.
+FORMS = {
+    "devices": st.sampled_from(("", "CUDA0", "CUDA0,CUDA1", "none")),
+    "tensorSplit": st.sampled_from(("", "3,1")),
+    "overrideTensor": st.sampled_from(("", "ffn_.*_exps=CPU")),
+    "jaegerUrl": st.sampled_from(("", "http://box:16686/jaeger")),
+    "lora": st.one_of(
+        st.just(""),
+        st.lists(ADAPTER, min_size=1, unique_by=lambda each: each.name).map(lambda each: text_of(tuple(each))),
+    ),
+}
+
 
 def manifests(stages_max: int = STAGES_MAX) -> st.SearchStrategy[Manifest]:
-    """Valid manifests, with every field sometimes, except `spares`, which no rendered deployment can have."""
+    """Valid manifests, with every field sometimes, but for `spares` and `relay`, which no rendered deployment has."""
     return st.builds(_manifest, _part(Metadata), _part(Spec, without=("stages", "spares")), _stages(stages_max))
 
 
@@ -41,9 +60,6 @@ def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Ma
     deployment = spec.get("deployment") or {}
     if "tolerations" in deployment:
         deployment["tolerations"] = [_toleration(each) for each in deployment["tolerations"]]
-    telemetry = spec.get("telemetry") or {}
-    if telemetry.get("jaegerUrl"):
-        telemetry["jaegerUrl"] = "http://box:16686/jaeger"
     (deployment.get("storage") or {}).pop("fill", None)  # a file with the name of model.path
     data = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec | {"stages": stages}}
     try:
@@ -71,7 +87,7 @@ def _stages(draw: st.DrawFn, stages_max: int) -> Any:
         return draw(st.integers(1, stages_max))
     stages = draw(
         st.lists(
-            _part(Stage, without=("layers", "cores")),
+            _part(Stage, without=("layers", "cores", "relay")),
             min_size=1,
             max_size=min(4, stages_max),
             unique_by=lambda s: s["name"],
@@ -81,12 +97,6 @@ def _stages(draw: st.DrawFn, stages_max: int) -> Any:
     for stage in stages:
         if stage.get("device", "cpu") == "cpu":
             stage.pop("gpuLayers", None)
-        if "devices" in stage:
-            stage["devices"] = draw(st.sampled_from(["", "CUDA0", "CUDA0,CUDA1", "none"]))
-        if "tensorSplit" in stage:
-            stage["tensorSplit"] = draw(st.sampled_from(["", "3,1"]))
-        if "overrideTensor" in stage:
-            stage["overrideTensor"] = draw(st.sampled_from(["", "ffn_.*_exps=CPU"]))
         if "tolerations" in stage:
             stage["tolerations"] = [_toleration(each) for each in stage["tolerations"]]
         start, end = end, end + draw(st.integers(1, 40))
@@ -102,7 +112,8 @@ def _part(part: type[Part], without: tuple[str, ...] = ()) -> st.SearchStrategy[
     required, optional = {}, {}
     for name, field in part.model_fields.items():
         if name not in without:
-            (required if field.is_required() else optional)[field.alias or name] = _field(field)
+            alias = field.alias or name
+            (required if field.is_required() else optional)[alias] = FORMS[alias] if alias in FORMS else _field(field)
     return st.fixed_dictionaries(required, optional=optional)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,8 +21,10 @@ import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.otlp_receiver import StoredSpan, stored
 from relayline.wire.common.places import cache_dir
+from tests.support import surroundings
 
 VERSION = "3.17.2"
 EXPERIMENT = "0"  # the one that is always there
@@ -41,7 +42,10 @@ def installed() -> Path:
         try:
             subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True, capture_output=True)
             command = [python, "-m", "pip", "install", "--quiet", f"mlflow=={VERSION}"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+            environment = os.environ | surroundings.proxies
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=environment
+            )
         except (subprocess.SubprocessError, OSError) as error:
             lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             pytest.skip(f"MLflow {VERSION} cannot be installed here: {lines[-1] if lines else error}")
@@ -105,9 +109,7 @@ class MlflowStore:
 def mlflow_store(directory: Path) -> Iterator[MlflowStore]:
     """Run a server with an empty database in `directory` for the length of a with block."""
     python = installed()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [python, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{directory}/mlflow.db",
                "--no-serve-artifacts", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]  # fmt: skip
     environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "PYTHONUNBUFFERED": "1"}

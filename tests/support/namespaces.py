@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from relayline.deploy.testing.processes import Running
 
@@ -93,3 +95,16 @@ def prefix_of(host: Host) -> list[str]:
 def start(host: Host, *arguments: str | Path) -> Running:
     """Start a long-running command there, which prints JSON; returns at its first event."""
     return Running([*arguments, "--json"], prefix_of(host), is_ready=False)
+
+
+async def join_lines(up: Running, n_lines: int, key: str = "command") -> dict[str, str]:
+    """Return the commands that `up` prints for other hosts, by stage, once there are so many; `short`: those with
+    codes."""
+    lines: dict[str, str] = {}
+    event: dict[str, Any] = up.event
+    while True:
+        if event["event"] == "remote":
+            lines[str(event["name"])] = str(event[key])
+        if len(lines) == n_lines:
+            return lines
+        event = await asyncio.to_thread(up.next_event, "remote")

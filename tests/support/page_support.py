@@ -20,7 +20,7 @@ from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.live import FACTS
 from relayline.coordinator.http.replies.service import ServedModel
-from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -59,16 +59,23 @@ class FakeStage(StageClient):
 
 
 class Described(FakeGenerator):
-    """A generator of one stage; counts how often it is asked."""
+    """A generator of stages with two layers each, one with four; counts how often it is asked."""
 
-    n_asked = 0
+    n_asked, n_stages = 0, 1
+    more: Mapping[str, object] = {}
     stage: FakeStage
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         assert not with_recent, "thousands of numbers that a page doesn't show"
         self.n_asked += 1
-        stage = {"index": 0, "layers": [0, 4], "up": True, "instance_id": "i", "steps": self.stage.n_steps}
-        return {"phase": "ready", "lanes": 8, "ctx_tokens": 64, "plan": {"overhead_ns": 1}, "stages": [stage]}
+        size = 4 // self.n_stages
+        stages = [
+            {"index": at, "layers": [at * size, (at + 1) * size], "up": True, "instance_id": "i"}
+            | {"steps": self.stage.n_steps}
+            for at in range(self.n_stages)
+        ]
+        known = {"phase": "ready", "lanes": 8, "ctx_tokens": 64, "plan": {"overhead_ns": 1}, "stages": stages}
+        return known | dict(self.more)
 
 
 @dataclasses.dataclass
@@ -104,11 +111,13 @@ async def served(
     encoder: Encoder | None = None,
     stage: FakeStage | None = None,
     adapters: tuple[str, ...] = (),
+    n_stages: int = 1,
 ) -> AsyncIterator[World]:
     stage, generator = stage or FakeStage(), Described()
+    generator.n_stages = n_stages
     generator.stage = stage
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    control = TelemetryControl(Observer(), lambda: [stage])
+    control = TelemetryControl(Observer(), lambda: [stage] * n_stages)
     limits = HttpLimits(adapters=adapters)
     app = make_app(generator, ServedModel(MODEL, CREATED, tokenizer, chat, encoder), limits, control)
     with protect_http(app, HttpListener(api_keys_file=keys)):

@@ -116,7 +116,8 @@ class Coordinator:
             "stage_index": artifact.stage_index,
             "wire_dtype": pb.DTYPE_F32,
         }
-        self.held = await self.client.configure(pb.ConfigureRequest(**(fields | changes)))
+        answer = await self.client.configure(pb.ConfigureRequest(**(fields | changes)))
+        self.held = {held.session_id: held.n_tokens for held in answer.held}
 
     async def listen(self) -> None:
         """Subscribe; messages go to `returned`, the stream's end to `lost`."""

@@ -24,8 +24,15 @@ def make_projector(
 ) -> Path:
     """Write a projector of a kind, and return its path. Its rows have `n_embd` values."""
     writer = gguf.GGUFWriter(None, "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", kind)
+    add_images(writer, kind, n_embd)
+    deepstack = {"v.deepstack.0.fc1.weight": (4 * WIDTH, 4 * WIDTH)} if has_deepstack else {}
+    return write_projector(writer, path, {**image_shapes(kind, n_embd), **deepstack}, seed)
+
+
+def add_images(writer: gguf.GGUFWriter, kind: str, n_embd: int) -> None:
+    """Say an encoder of images."""
+    writer.add_bool("clip.has_vision_encoder", True)
     writer.add_bool("clip.use_gelu", True)
     numbers = {"embedding_length": WIDTH, "feed_forward_length": N_FF, "block_count": N_LAYERS,
                "projection_dim": n_embd, "attention.head_count": N_HEADS, "image_size": IMAGE,
@@ -45,12 +52,17 @@ def make_projector(
         writer.add_uint32("clip.vision.spatial_merge_size", 2)
     if kind == "qwen2.5vl_merger":
         writer.add_uint32("clip.vision.n_wa_pattern", 2)
-    deepstack = {"v.deepstack.0.fc1.weight": (4 * WIDTH, 4 * WIDTH)} if has_deepstack else {}
-    for name, shape in {**_shapes(kind, n_embd), **deepstack}.items():
+
+
+def write_projector(writer: gguf.GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> Path:
+    """Write random tensors, and return the path."""
+    for name, shape in shapes.items():
         values = np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(shape).astype(np.float32)
         is_norm = ("ln" in name.split(".")[-2] or "norm" in name) and name.endswith("weight")
         scale = 1.0 if len(shape) == 1 else 1.0 / np.sqrt(np.prod(shape[1:]))
-        writer.add_tensor(name, 1 + 0.1 * values if is_norm else (values * scale).astype(np.float32))
+        values = 1 + 0.1 * values if is_norm else (values * scale).astype(np.float32)
+        # ggml's convolutions over time take such kernels alone.
+        writer.add_tensor(name, values.astype(np.float16) if "conv1d" in name and len(shape) == 3 else values)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
@@ -59,7 +71,8 @@ def make_projector(
     return path
 
 
-def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
+def image_shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of an encoder of images."""
     n_patches = (IMAGE // PATCH) ** 2
     shapes: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH)}
     if kind in _GRIDS:

@@ -1,6 +1,6 @@
-"""The unsplit model with a projector, run by libmtmd's own helpers: the reference for chats with images.
+"""The unsplit model with a projector, run by libmtmd's own helpers: the reference for chats with images and audio.
 
-It shares no code with coordinator/images, but for what clears rows that llama.cpp leaves as they were.
+It shares no code with coordinator/media, but for what clears rows that llama.cpp leaves as they were.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from relayline.coordinator.images.cleared_rows import clearing
+from relayline.coordinator.media.cleared_rows import clearing
 from relayline.deploy.testing.reference import ReferenceModel
 
 MARKER = b"<__media__>"
@@ -25,6 +25,10 @@ HAS_LIBRARY = importlib.util.find_spec("llama_cpp.mtmd_cpp") is not None and any
     (Path(llama_cpp.__file__).parent / "lib").glob("*mtmd.*")
 )
 needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="this llama.cpp was built without libmtmd")
+
+
+# It outlives every model: libmtmd holds a bare pointer.
+_no_log = llama.llama_log_callback(lambda level, text, data: None)
 
 
 class WholeWithImages(ReferenceModel):
@@ -36,8 +40,8 @@ class WholeWithImages(ReferenceModel):
         from llama_cpp import mtmd_cpp
 
         self._mtmd: Any = mtmd_cpp
-        self._log = llama.llama_log_callback(lambda level, text, data: None)
-        mtmd_cpp.mtmd_helper_log_set(self._log, None)
+        self._found: dict[tuple[object, ...], tuple[int, npt.NDArray[np.float32]]] = {}
+        mtmd_cpp.mtmd_helper_log_set(_no_log, None)
         params = mtmd_cpp.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False
         params.n_threads = 1
@@ -50,10 +54,19 @@ class WholeWithImages(ReferenceModel):
     def logits_along(
         self, rendered: str, files: Sequence[bytes], tokens: Sequence[int]
     ) -> tuple[int, npt.NDArray[np.float32]]:
-        """Read a rendered chat whose images are markers, then tokens.
+        """Read a rendered chat whose images and audio are markers, then tokens.
 
-        Returns how many rows the chat has, and the logits before each token: f32 [len(tokens), n_vocab].
+        Returns how many rows the chat has, and the logits before each token: f32 [len(tokens), n_vocab]. It reads
+        nothing twice: answers of one model are the same again and again.
         """
+        key = (rendered, *files, tuple(tokens))
+        if key not in self._found:
+            self._found[key] = self._read(rendered, files, tokens)
+        return self._found[key]
+
+    def _read(
+        self, rendered: str, files: Sequence[bytes], tokens: Sequence[int]
+    ) -> tuple[int, npt.NDArray[np.float32]]:
         mtmd = self._mtmd
         self.drop_from(0, 0)
         raw = rendered.encode()

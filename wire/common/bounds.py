@@ -32,6 +32,7 @@ GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expre
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens carries them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
 OPTIONS_BYTES_MAX = 256 * 1024  # of any session
+TOLD_TOKENS_MAX = 32_768  # of a prompt, for prediction layers: fewer where the other options leave less room
 OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; further ones follow in another
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 STORED_STATES_MAX = 1_024  # in a stage's tier; an answer to Describe names them all, in 20 bytes each
@@ -46,6 +47,14 @@ STORED_WRITES_MAX = 4  # states on their way to a disk; one more is kept in memo
 STORED_READS_MAX = 4  # states that were read from a disk and wait for their sessions
 GRANT_STEPS_MAX = 256  # steps for which stages continue a stream by themselves; ceiling of --grant-steps
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
+DRAFT_AHEAD_MAX = 16  # guesses of a draft model behind a stream's known tokens
+DRAFT_SEQUENCES_MAX = 32  # streams that a draft model holds cells of, ended ones included
+DRAFT_STREAMS_MAX = 16  # that it drafts for at once: a decision for so many takes 0.2 ms of the event loop
+DRAFT_FRAME_BYTES_MAX = 16 * 1024 * 1024  # one frame to or from its process
+DRAFT_BACKLOG_BYTES_MAX = 64 * 1024 * 1024  # what may wait for it to read
+DRAFT_START_S = 600.0  # for the process to load the model
+DRAFT_RESTARTS_MAX = 5  # of the process in a row without a guess between; then there are no guesses of it any more
+DRAFT_RESTART_PAUSE_S = 2.0
 DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for their logits
 SCORED_ROWS_MAX = DRAFTED_ROWS_MAX  # rows of one frame of a prompt whose own tokens are scored, each by its logits
 
@@ -81,9 +90,17 @@ CREDIT_HELD_DIVISOR = 4
 ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut; percent-encoded it still fits gRPC's 8 KiB of metadata
 PEER_TEXT_CHARS_MAX = ERROR_TEXT_BYTES_MAX  # of what another process says, in a log, an answer or on a terminal
 PEER_NAME_CHARS_MAX = 128  # of a name that it says: of a stage, a host, a version, an instance
+LOG_LINES_KEPT = 200  # of a process's log, for those who ask for them from elsewhere
+LOG_LINE_CHARS_MAX = 500
+LOGS_BYTES_MAX = LOG_LINES_KEPT * (4 * LOG_LINE_CHARS_MAX + 64)  # of an answer with them
 LOG_VALUE_CHARS_MAX = 4_000  # of one line's text and of each of its fields, from any source
 STORED_RESPONSES_MAX = 1_024  # of /v1/responses, kept for clients that continue them
 STORED_RESPONSES_BYTES_MAX = 64 * 1024 * 1024  # of all of them
+BACKGROUND_RESPONSES_MAX = 128  # of /v1/responses that wait or run without a connection
+BACKGROUND_RESPONSES_PER_KEY_MAX = BACKGROUND_RESPONSES_MAX // 2  # of one API key
+UNFINISHED_RESPONSES_BYTES_MAX = 256 * 1024 * 1024  # of requests for these, where they are kept on the disk
+RECORDED_EVENTS_BYTES_MAX = 2 * 1024 * 1024  # of one of these, the latest; about 8,000 tokens, or 1,000 with logprobs
+UNREAD_EVENTS_BYTES_MAX = 4 * 1024 * 1024  # of one, while a client that reads them has not got them yet
 LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
 
 HANDSHAKE_TIMEOUT_S = 10.0  # both ends are up when a handshake starts, so this covers a slow link only
@@ -97,14 +114,30 @@ BEAT_EVERY_S = 1.0  # between heartbeats of one end of a link
 QUIET_AFTER_S = 5.0  # of silence before a host is reported as not answering
 LOST_AFTER_S = 9.0  # of silence, after which a peer is taken for lost; with what follows from it, within 12 s
 
-# Of images in chats, see coordinator.images:
-IMAGES_PER_REQUEST_MAX = 16
-IMAGE_BYTES_MAX = 11 * 1024 * 1024  # of one as a file; in base64 it fits a body
+# Of the relay, see wire.links.carrying and coordinator.relay:
+RELAYED_STAGES_MAX = 256  # as many as a pipeline has members
+RELAYED_CONNECTIONS_MAX = 128  # to one relayed stage; its neighbours have about ten, and two for each hand-over
+RELAYED_PER_ADDRESS_MAX = 32  # of these from one address beyond this machine
+RELAYED_UNANSWERED_MAX = 32  # of these that the stage has sent nothing on: strangers, and handshakes that begin
+RELAY_DOOR_KEPT_S = 120.0  # that a stage without a tunnel keeps its port, where another stage needs the room
+RELAY_PIECE_BYTES = 128 * 1024  # read from a connection at once, and carried in one message
+# Of one connection, each way, at each end: read and not carried yet. gRPC's own windows come on top.
+RELAY_BUFFER_BYTES = 2 * RELAY_PIECE_BYTES
+RELAY_WINDOW_BYTES = 4 * 1024 * 1024  # of one connection, that gRPC takes while its reader is slow
+RELAY_PICK_UP_S = 10.0  # for a stage to dial out for a connection that has come
+RELAY_START_S = 8.0  # for the relay's process to listen; less than stages wait for the order, HANDSHAKE_TIMEOUT_S
+
+# Of images and audio in chats, see coordinator.media:
+MEDIA_PER_REQUEST_MAX = 16
+MEDIA_BYTES_MAX = 11 * 1024 * 1024  # of one as a file; in base64 it fits a body
 IMAGE_PIXELS_MAX = 40_000_000  # of one as its header says, before anything is unpacked
-IMAGE_START_S = 600.0  # for the process that encodes to load a projector
+AUDIO_SECONDS_MAX = 1_800  # of one as its header says, and again once it is unpacked
+AUDIO_UNPACKED_BYTES_MAX = 1024 * 1024 * 1024  # more memory than this is not there for unpacking one
+ENCODER_START_S = 600.0  # for the process that encodes to load a projector
 IMAGE_ENCODE_S = 300.0  # of one image
-IMAGE_ROWS_KEPT_BYTES = 256 * 1024 * 1024  # of encoded images, kept for chats that send them again with each turn
-IMAGE_ROWS_BYTES_MAX = 1024 * 1024 * 1024  # of these, and those of all requests that wait or run
+AUDIO_ENCODE_S = 1_200.0  # of one audio file
+MEDIA_ROWS_KEPT_BYTES = 256 * 1024 * 1024  # of encoded media, kept for chats that send them again with each turn
+MEDIA_ROWS_BYTES_MAX = 1024 * 1024 * 1024  # of these, and those of all requests that wait or run
 
 # Of enrolment, see wire.links.enrolment:
 INVITATION_S = 24 * 3600  # how long the token of a join line is good: a day, so that a host may be set up tomorrow
@@ -116,8 +149,21 @@ ENROL_ADDRESSES_MAX = (
 )
 ENROL_CONNECTIONS_MAX = 64  # at once; a host needs one, for less than a second
 ENROL_ANSWER_S = 10.0  # for an answer to a host that enrols
+JOIN_CODE_S = 30 * 60  # how long the short code of a join line is good: to walk to the other machine and type it
+JOIN_CODE_WRONG_MAX = 5  # wrong tries, then the code is void; each has a chance of one in a million
+JOIN_CODE_EXCHANGES_MAX = 32  # that have begun and not ended; the oldest is forgotten first
+JOIN_CODE_EXCHANGE_S = 30.0  # from the first call of an exchange to its second
+JOIN_CODE_BEGUN_MAX = 60  # exchanges within JOIN_CODE_BEGUN_S, since each takes 8 ms of a core
+JOIN_CODE_BEGUN_S = 60.0
+NEARBY_MAX = 64  # pipelines that a search of the local network returns
+NEARBY_ADDRESSES_MAX = 4  # of one pipeline, said and taken: a host asks one after the other
+NEARBY_ASK_S = 2.5  # for one address to say whether its pipeline has a code
+NEARBY_SEARCH_S = 10.0  # for all pipelines together to say so
+NEARBY_TEXT_BYTES_MAX = 120  # of a name in an announcement
+NEARBY_CLOSE_S = 5.0  # for an announcement to be taken back
 CLOCK_SKEW_MAX_S = 1_800.0  # between a host's clock and the coordinator's; certificates are dated back by an hour
 
+assert NEARBY_ADDRESSES_MAX * NEARBY_ASK_S <= NEARBY_SEARCH_S
 assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
 assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
 assert ENVELOPE_BYTES_MAX < 2**31  # protobuf counts the bytes of a message in 32 bits, signed
@@ -127,6 +173,7 @@ assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX
 assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * 256 + OPTIONS_PER_ENVELOPE_BYTES_MAX
 # A token of a vocabulary of up to 2^28 takes four bytes, a bias four more.
 assert PLAIN_OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512
+assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * TOLD_TOKENS_MAX
 # The end of the prompt, and three lists of tokens; of bad words each is a message.
 LISTS_BYTES_MAX = 4 * PENALTY_TOKENS_MAX + 3 * 4 * SAMPLER_TOKENS_MAX + 4 * SAMPLER_TOKENS_MAX
 # Breakers that stand closer than 128 apart take one byte; of a vocabulary of 2^20 few more than 8,192 do not.

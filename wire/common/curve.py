@@ -147,9 +147,9 @@ def further_ns(context_ns: float, *, takes_lanes_apart: bool) -> float:
 def price_per_lane(context_ns: float, further_ns: float, row_tokens: float, lane_tokens: float) -> float:
     """Predict what context adds to a step where the rows of a frame share what is read of their lane.
 
-    context_ns is the price of a token before the only row of a frame, further_ns before each further one; row_tokens
-    and lane_tokens are the tokens before all rows and before all frames; of lanes with KV cells of their own, in the
-    longest lane computed with each.
+    context_ns is the price of a token before the only row of a frame, further_ns before each further one. row_tokens
+    and lane_tokens are the tokens before all rows, and before all frames. Where lanes have KV cells of their own, each
+    counts as many as the longest lane that is computed with it.
     """
     return context_ns * lane_tokens + further_ns * (row_tokens - lane_tokens)
 

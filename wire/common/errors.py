@@ -3,9 +3,10 @@
 The questions are *whose fault is it* (`fault`) and *may the same thing be tried again* (`retryable`). `label` is the
 stable short name that travels on the wire, in metrics and in HTTP bodies; it never changes once released.
 
-House rules for this file: * A leaf exists only if some code or person acts differently on it. The text carries the
-detail.
-* `STATUS` is the only place that knows gRPC and HTTP status codes; nothing else maps errors.
+House rules for this file:
+* A leaf exists only if some code or person acts differently on it. The text carries the detail.
+* `STATUS` alone maps these errors to gRPC and HTTP. What the web server refuses by itself, such as a body that is too
+  large, is no error of this file: it has its status where it is found (`coordinator.http.edge.errors.HttpRefusal`).
 * Messages are one line: what is wrong, then what to do.
 """
 
@@ -143,6 +144,12 @@ class ResponseNotFoundError(InvalidRequestError):
     label = "response_not_found"
 
 
+class FileNotStoredError(InvalidRequestError):
+    """The request names a file or a batch that is not here, or is another key's."""
+
+    label = "file_not_found"
+
+
 class NotServedError(RelaylineError):
     """The request asks for something that this model, or its stages, cannot give."""
 
@@ -153,6 +160,16 @@ class OverloadedError(RelaylineError):
     """All lanes and queue places are taken now. `retry_after_s` says when to come back (whole seconds)."""
 
     label, fault, retryable = "overloaded", Fault.SERVER, True
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimitError(RelaylineError):
+    """The API key's bound of tokens per minute is used up. `retry_after_s` says when to come back (whole seconds)."""
+
+    label, fault, retryable = "rate_limited", Fault.CLIENT, True
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -246,6 +263,12 @@ class StageLostError(RelaylineError):
     label, fault, retryable = "stage_lost", Fault.SERVER, True
 
 
+class RequestCancelledError(RelaylineError):
+    """A request that somebody who looks after the pipeline has ended. It is not retried by itself."""
+
+    label, fault = "request_cancelled", Fault.OPERATOR
+
+
 class InternalError(RelaylineError):
     """A broken invariant of ours. The text is for the bug report."""
 
@@ -264,8 +287,10 @@ STATUS: dict[str, tuple[str, int]] = {
     ContextLengthError.label: ("INVALID_ARGUMENT", 400),
     ModelNotFoundError.label: ("NOT_FOUND", 404),
     ResponseNotFoundError.label: ("NOT_FOUND", 404),
+    FileNotStoredError.label: ("NOT_FOUND", 404),
     NotServedError.label: ("UNIMPLEMENTED", 501),
     OverloadedError.label: ("RESOURCE_EXHAUSTED", 429),
+    RateLimitError.label: ("RESOURCE_EXHAUSTED", 429),
     NotReadyError.label: ("UNAVAILABLE", 503),
     ProtocolError.label: ("INVALID_ARGUMENT", 502),
     ChecksumError.label: ("DATA_LOSS", 502),
@@ -280,6 +305,7 @@ STATUS: dict[str, tuple[str, int]] = {
     NumericError.label: ("INTERNAL", 500),
     NativeError.label: ("INTERNAL", 500),
     StageLostError.label: ("UNAVAILABLE", 503),
+    RequestCancelledError.label: ("CANCELLED", 499),
     InternalError.label: ("INTERNAL", 500),
 }
 

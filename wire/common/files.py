@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+_PARTIAL_BYTES = 4  # random ones in the name of a file that is not whole yet
 
 
 @contextlib.contextmanager
@@ -22,13 +26,31 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_file(path: Path, data: bytes, mode: int) -> None:
     """Write `data` to `path` with `mode`, whole or not at all, replacing any earlier file. Raises OSError."""
+    with replaced(path, mode) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replaced(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """Give an open file to write, with `mode`; it takes the place of `path` at the end, on the disk, and goes after an
+    error. Raises OSError.
+    """
     with _replacing(path) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(handle, "wb") as file:
             os.fchmod(file.fileno(), mode)  # with any umask
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
+
+
+def remove_partials(path: Path) -> None:
+    """Remove what writers of `path` that were killed have left beside it. No writer may be at work. Raises OSError."""
+    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * _PARTIAL_BYTES}}}")
+    with os.scandir(path.parent) as found:
+        for entry in found:
+            if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                Path(entry.path).unlink(missing_ok=True)
 
 
 def write_again(path: Path, data: bytes) -> None:
@@ -44,7 +66,7 @@ def write_again(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Give a name for the new file; it takes the place of the old one at the end, and goes after an error."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(_PARTIAL_BYTES)}")
     try:
         with naming(path):
             yield partial

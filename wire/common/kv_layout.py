@@ -5,8 +5,9 @@ Per-lane, each lane has its own cells. Attention then walks only as many cells a
 has, but llama.cpp computes only neighbouring lanes at once (stage.engine.micro_batches).
 
 On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head. It includes masked cells,
-which in a unified cache are those of all other lanes: 16 rows of 16 lanes took 103 / 111 ms unified / per-lane with 64
-tokens in each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179 with 2,048 (`python -m benches.contexts`).
+which in a unified cache are those of all other lanes. With 64 tokens in each lane, 16 rows of 16 lanes took 103 ms
+unified and 111 ms per lane; with 256: 142 and 118, with 1,024: 429 and 174, with 2,048: 745 and 179
+(`python -m benches.contexts`).
 Hence "auto": streams that may grow long get their own cells on a CPU. Where the build's attention goes through the seen
 cells alone (stage.engine.ggml.attends_own_cells) both take the same time, except that per-lane steps go in parts.
 "auto" ignores this, since one layout must suit the builds of all stages. On a GPU cells are shared: there a

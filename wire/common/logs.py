@@ -7,11 +7,13 @@ One record is one line of bounded length, except for a traceback of ours. A term
 
 from __future__ import annotations
 
+import collections
 import datetime
 import json
 import logging
+import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from relayline.wire.common import bounds
 from relayline.wire.common.texts import printable
@@ -58,14 +60,16 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-_REASON_CHARS_MAX = 300  # of a client's bytes, shown in a log line
+_REASON_CHARS_MAX = 300  # of an exception's text, shown in a log line
+_QUOTED = re.compile(r"b?(['\"])(?:.*\1|.*)", re.DOTALL)  # from the first quote to the last: there may be some within
+_QUOTE_BARE = frozenset({"InvalidURLError", "TransferEncodingError"})  # their text is what the client sent, unquoted
 
 
 class _ClientFaults(logging.Filter):
     """Writes one line for bytes that are no HTTP, or a body that is not in its stated encoding.
 
-    That is the client's fault and needs no traceback. aiohttp's exceptions are recognised by their module, because this
-    file does not import aiohttp.
+    That is the client's fault and needs no traceback. What the client sent is left out, because it may be an API key.
+    aiohttp's exceptions are recognised by their module, because this file does not import aiohttp.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -73,18 +77,67 @@ class _ClientFaults(logging.Filter):
         fault = record.exc_info[1] if record.exc_info else None
         if type(fault).__module__ in ("aiohttp.http_exceptions", "aiohttp.web_protocol"):
             whose = f"{record.args[0]}'s" if isinstance(record.args, tuple) and record.args else "a client's"
-            text = " ".join(str(fault).split()).removeprefix("400, message: ")[:_REASON_CHARS_MAX]
-            reason = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-            record.msg, record.args = f"{whose} request cannot be read: {reason}", ()
+            record.msg, record.args = "%s request cannot be read: %s", (whose, _reason(fault))
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.exc_info = record.exc_text = None
         return True
+
+
+def _reason(fault: BaseException | None) -> str:
+    """Return the text of aiohttp's exception without the bytes that it quotes."""
+    if type(fault).__name__ in _QUOTE_BARE:
+        return type(fault).__name__
+    text = _QUOTED.sub("...", " ".join(str(fault).split()).removeprefix("400, message: ")).rstrip(" ^")
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:_REASON_CHARS_MAX])
 
 
 _CLIENT_FAULTS = _ClientFaults()
 
 
 PRINTED = {"is_printed": True}
+
+
+class LogLine(NamedTuple):
+    """One line of this process's log."""
+
+    unix_ms: int
+    level: str
+    text: str  # one line of bounded length; of an exception only its last line
+
+
+class _Recent(logging.Handler):
+    """Keeps the latest lines, for those who look at this process from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: collections.deque[LogLine] = collections.deque(maxlen=bounds.LOG_LINES_KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record. A thread of any kind may log; to append is atomic.
+
+        A record that cannot be written, say for wrong arguments, raises nothing into whoever logs it.
+        """
+        try:
+            self.lines.append(_line(record))
+        except Exception:
+            self.handleError(record)
+
+
+def _line(record: logging.LogRecord) -> LogLine:
+    tail = "".join(f" {key}={_text(value)}" for key, value in _fields(record).items())
+    cause = record.exc_info[1] if record.exc_info else None
+    why = "" if cause is None else f" [{type(cause).__name__}: {_text(cause)}]"
+    text = f"{_text(record.getMessage())}{tail}{why}"[: bounds.LOG_LINE_CHARS_MAX]
+    return LogLine(int(record.created * 1000), record.levelname.lower(), text)
+
+
+_RECENT = _Recent()
+
+
+def recent_lines(limit: int = 0) -> list[LogLine]:
+    """Return the latest lines of this process's log, oldest first; 0: all that are kept, at most LOG_LINES_KEPT."""
+    lines = list(_RECENT.lines)
+    return lines[-limit:] if limit else lines
 
 
 def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
@@ -97,8 +150,13 @@ def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
     if not as_json:  # otherwise another program collects these lines, apart from the printed ones
         handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, _RECENT]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     for chatty in ("grpc", "asyncio", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger("aiohttp.server").addFilter(_CLIENT_FAULTS)  # once, however often
+
+
+def is_json() -> bool:
+    """Return whether this process's logs are JSON, so that its children's are, too."""
+    return any(isinstance(handler.formatter, _JsonFormatter) for handler in logging.getLogger().handlers)

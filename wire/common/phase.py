@@ -23,6 +23,10 @@ class Phase(enum.StrEnum):
     UNREACHABLE = "unreachable"
     """A stage has been lost for longer than new requests wait, so that they are refused; or the coordinator itself does
     not answer."""
+    SLEEPING = "sleeping"
+    """Nobody asked anything for a while, and the stages have freed their memory. The next request wakes it."""
+    WAKING = "waking"
+    """The stages load again; requests wait for that."""
     DRAINING = "draining"
     """It is draining: running requests may finish, new ones are refused."""
     STOPPED = "stopped"
@@ -36,6 +40,11 @@ class Phase(enum.StrEnum):
     def is_paused(self) -> bool:
         """Whether a stage is waited for that was there before."""
         return self in (Phase.RECOVERING, Phase.UNREACHABLE)
+
+    @property
+    def rests(self) -> bool:
+        """Whether the stages hold nothing yet, so that requests wait for them to load."""
+        return self in (Phase.SLEEPING, Phase.WAKING)
 
     @property
     def has_ended(self) -> bool:
@@ -60,6 +69,8 @@ class HostState(enum.StrEnum):
     """It serves."""
     SPARE = "spare"
     """A stage is here and holds no layers: it takes over from one that is lost or drained."""
+    SLEEPING = "sleeping"
+    """A stage is here and has freed its memory, because the pipeline sleeps."""
     DRAINED = "drained"
     """A stage was freed of its layers for maintenance; `relayline uncordon` offers it again."""
     SILENT = "silent"

@@ -1,12 +1,15 @@
-"""The life of every relayline process around its event loop: uvloop, signals, a graceful end."""
+"""The life of every relayline process around its event loop: uvloop, its ready line, signals, a graceful end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
+import json
+import os
 import resource
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -44,6 +47,23 @@ def raise_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower, so that one stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def announce(event: dict[str, Any], text: str, *, as_json: bool) -> None:
+    """Print the ready line on stdout: `event` for a parent that reads JSON, `text` for a person."""
+    print(json.dumps(event) if as_json else text, flush=True)
+
+
+def end_with_stdin() -> None:
+    """End this process, gracefully, when its parent closes the other end of stdin, however the parent ended."""
+
+    def wait() -> None:
+        # os.read, not sys.stdin: a thread inside a buffered read would hold its lock at interpreter shutdown.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:

@@ -1,9 +1,10 @@
-"""Ends tasks without a trace."""
+"""Ends tasks without a trace, and lets work end that must."""
 
 from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Coroutine
 from typing import Any
 
 
@@ -20,6 +21,25 @@ async def end_task(task: asyncio.Task[Any]) -> None:
         task.result()  # a cancelled task keeps its error until it is asked for
     except BaseException as error:
         _let_go(error)
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do work that nothing may interrupt, such as closing; a cancellation that comes meanwhile is raised at its end.
+
+    Raises the errors of the work. The work is a task of its own, so what it calls can neither leave half of it undone
+    nor lose the cancellation. In Python 3.11 `asyncio.wait_for`, which stops gRPC's servers, loses one that comes as
+    the time ends.
+    """
+    task, cancelled = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # it is not lost, it only counts less
+        raise cancelled
+    task.result()
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -49,6 +49,8 @@ from relayline.wire.envelopes.envelope import (
 from relayline.wire.envelopes.frames import Head
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
+BUFFERS_KEPT_MAX = 256  # of one link, unused: a Buffer for tokens is some 4 kB of objects around 300 bytes of message
+
 _bytes_storage = ctypes.pythonapi.PyBytes_AsString
 _bytes_storage.argtypes = [ctypes.py_object]
 _bytes_storage.restype = ctypes.c_void_p
@@ -149,14 +151,14 @@ def _writable(message: bytes) -> memoryview:
 class BufferPool:
     """Hands out Buffers of one link by shape and takes them back. Any thread.
 
-    Unused buffers are bounded by bytes; the least recently used shape goes first. `n_created` counts allocations: in
-    steady decode it stands still.
+    Unused buffers are bounded by bytes and by number; the least recently used shape goes first. `n_created` counts
+    allocations: in steady decode it stands still.
     """
 
     def __init__(self, dtype: int, width: int, keep_bytes: int = bounds.BYTES_IN_FLIGHT_DEFAULT) -> None:
         self.dtype, self.width = dtype, width
         self.n_created = 0
-        self._keep_bytes, self._kept_bytes = keep_bytes, 0
+        self._keep_bytes, self._kept_bytes, self._n_kept = keep_bytes, 0, 0
         # No list is empty; the shape used last stands last.
         self._free: collections.OrderedDict[tuple[int, int], list[Buffer]] = collections.OrderedDict()
         # A stage leases in its decode thread and gives back on its event loop.
@@ -166,6 +168,11 @@ class BufferPool:
     def kept_bytes(self) -> int:
         """Bytes of the Buffers that lie unused."""
         return self._kept_bytes
+
+    @property
+    def n_kept(self) -> int:
+        """Buffers that lie unused."""
+        return self._n_kept
 
     def lease(self, n_frames: int, n_rows: int) -> Buffer:
         """Return a Buffer of this shape whose frames and payload hold old values to overwrite."""
@@ -177,6 +184,7 @@ class BufferPool:
                 if not free:
                     del self._free[shape]
                 self._kept_bytes -= len(buffer.message)
+                self._n_kept -= 1
                 return buffer
             self.n_created += 1
         return Buffer(self.dtype, self.width, n_frames, n_rows)
@@ -187,9 +195,11 @@ class BufferPool:
             self._free.setdefault(buffer.shape, []).append(buffer)
             self._free.move_to_end(buffer.shape)
             self._kept_bytes += len(buffer.message)
-            while self._kept_bytes > self._keep_bytes:
+            self._n_kept += 1
+            while self._kept_bytes > self._keep_bytes or self._n_kept > BUFFERS_KEPT_MAX:
                 shape, free = next(iter(self._free.items()))
                 self._kept_bytes -= len(free.pop().message)
+                self._n_kept -= 1
                 if not free:
                     del self._free[shape]
 

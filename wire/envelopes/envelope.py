@@ -49,13 +49,14 @@ _OPTIONS_TAG, _DRAFTS_TAG = layout.TAGS["options"], layout.TAGS["draft_tokens"]
 CHECKSUM, CHECKSUM_TAG = struct.Struct(layout.CHECKSUM_FORM), layout.TAGS["checksum"]
 CHECKSUM_BYTES = CHECKSUM.size
 _OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
-_GUESSED = frames.Flag.GUESSED
+_GUESSED, _WANTS_GUESSES = frames.Flag.GUESSED, frames.Flag.WANTS_GUESSES
 _EITHER = _DRAFTED | _GUESSED
 _DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # the flags of a drafted frame, except _GUESSED
 _SCORED = frames.Flag.SCORED  # the least flags of a scored frame
 _CHECKPOINT, _MUTUAL, _GRID = frames.Flag.CHECKPOINT, frames.Flag.MUTUAL, frames.Flag.GRID
 _CONTROL = frames.CONTROL
-_ALL_FLAGS = _CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT | _MUTUAL | _GRID
+_ODD = _EITHER | _WANTS_GUESSES
+_ALL_FLAGS = _CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _WANTS_GUESSES | _CHECKPOINT | _MUTUAL | _GRID
 
 # What ENVELOPE_BYTES_MAX allows for around the rows, see wire.common.bounds.
 assert (
@@ -352,7 +353,7 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
         control = flags & _CONTROL
         if (control == 0) == (count == 0):
             raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
-        if control & (control - 1) or flags & ~_ALL_FLAGS or (flags & _EITHER and not _is_draft(flags)):
+        if control & (control - 1) or flags & ~_ALL_FLAGS or (flags & _ODD and not _is_meant(flags)):
             raise ProtocolError(f"frame flags {flags:#x} have no meaning")
         if control and flags & _CHECKPOINT:
             raise ProtocolError("a frame that is to leave a checkpoint carries no rows")
@@ -375,8 +376,11 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
     return n_open, n_drafted
 
 
-def _is_draft(flags: int) -> bool:
-    """Return whether these are flags of guesses, or of a prompt whose rows are scored."""
+def _is_meant(flags: int) -> bool:
+    """Return whether these are flags of guesses, of a prompt whose rows are scored, or of a row that wants guesses."""
+    if flags & _WANTS_GUESSES:
+        flags &= ~_WANTS_GUESSES
+        return flags == frames.Flag.WANTS_SAMPLE or flags & ~_GUESSED == _DRAFT
     return flags & ~_GUESSED == _DRAFT or flags & ~(frames.Flag.WANTS_SAMPLE | _CHECKPOINT) == _SCORED
 
 

@@ -41,6 +41,7 @@ class Flag:
     CHECKPOINT = 256
     MUTUAL = 512
     GRID = 1_024
+    WANTS_GUESSES = 2_048
     STORE = 4_096
     RESTORE = 8_192
     EXTEND = 16_384

@@ -25,6 +25,7 @@ import msgspec
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import NAME
 
+PORT = 50_049  # of the coordinator, unless it is told another
 PATH = "/relayline/v1/enrol"
 VERSION = 1  # of the token and of the calls
 SECRET_BYTES, FINGERPRINT_BYTES = 16, 19  # 128 bits cannot be guessed; 152 bits of a hash cannot be met by another CA
@@ -113,6 +114,8 @@ class Request(msgspec.Struct, frozen=True):
     """In a renewal: the certificate (PEM) that is to be replaced. Its key is the request's."""
     advertise: str = ""
     """Host at which the stage wants to be found, where that is not the address that it calls from."""
+    is_relayed: bool = False
+    """Whether the stage is found at the coordinator's host, through its relay."""
 
 
 class Enrolled(msgspec.Struct, frozen=True):

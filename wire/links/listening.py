@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import OverloadedError, ProtocolError, StartError, UnauthenticatedError, grpc_status
+from relayline.wire.common.tasks import to_its_end
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import CallerRefusedError, Guard
 from relayline.wire.links.health import Health
@@ -156,6 +157,9 @@ class Listener:
         gRPC's server has stopped as soon as every status is on its way. The handlers take a few turns of the event loop
         more, and where the loop ends meanwhile, gRPC writes a traceback of their cancellation into the log.
         """
+        await to_its_end(self._stop(grace_s))
+
+    async def _stop(self, grace_s: float | None) -> None:
         await self.server.stop(grace_s)
         if self._calls:
             await asyncio.wait(self._calls, timeout=HANDLERS_END_S)

@@ -115,6 +115,7 @@ _STAGE = frozenset({Role.STAGE})
 ANYBODY = frozenset(Role)
 
 _STAGE_SERVICE, _PIPELINE_SERVICE = "/relayline.v1.StageService/", "/relayline.v1.PipelineService/"
+_TUNNEL_SERVICE = "/relayline.v1.TunnelService/"
 METRICS = "GET /metrics"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -126,6 +127,7 @@ CALLS: dict[str, Call] = {
     _STAGE_SERVICE + "Status": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Batches": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "SetTelemetry": Call(_COORDINATOR, Proof.COORDINATOR),
+    _STAGE_SERVICE + "Logs": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Notes": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Revoke": Call(_COORDINATOR, Proof.COORDINATOR, "the list is signed by the CA"),
     _STAGE_SERVICE + "Return": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with the peer that began it"),
@@ -141,6 +143,8 @@ CALLS: dict[str, Call] = {
     ),
     _PIPELINE_SERVICE + "Join": Call(_STAGE, Proof.STAGE, "the name is the credential's, and bound to its holder"),
     _PIPELINE_SERVICE + "Fetch": Call(_STAGE, Proof.STAGE, "the ticket is the caller's own"),
+    _TUNNEL_SERVICE + "Open": Call(_STAGE, Proof.STAGE, "the name is the credential's"),
+    _TUNNEL_SERVICE + "Carry": Call(_STAGE, Proof.STAGE, "the ticket is of a connection to the caller itself"),
     METRICS: Call(frozenset({Role.MONITOR, Role.COORDINATOR}), Proof.NONE),
     **{
         f"/{service}/{REFLECTION_METHOD}": Call(_COORDINATOR | _STAGE, Proof.PORT, "served with --reflection alone")

@@ -22,6 +22,7 @@ from relayline.wire.links.roles import Identity, Role
 log = logging.getLogger("relayline.security")
 
 CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE = "ca.pem", "cert.pem", "key.pem", "token"
+_V6_NETWORK_BYTES = 8  # a holder of one IPv6 address has the 2^64 of its network
 TOKEN_VARIABLE = "RELAYLINE_TOKEN"
 TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = (
     16,
@@ -237,6 +238,22 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+@functools.lru_cache(maxsize=1_024)
+def address_group(host: str) -> str:
+    """Return what connections from `host` are counted under: an IPv4 address, or the network of an IPv6 address."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+        if mapped is not None:
+            return str(mapped)
+        if not address.is_loopback:
+            return address.packed[:_V6_NETWORK_BYTES].hex()
+    return str(address)
 
 
 def credential_host(host: str) -> str:

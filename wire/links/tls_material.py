@@ -11,6 +11,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 
 from relayline.wire.common.errors import UsageError
@@ -35,6 +36,13 @@ class Material:
     """Own certificate, followed by intermediates if there are any."""
     key: bytes = dataclasses.field(repr=False)
     """Private key of the certificate."""
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return a private key as its file has it: PEM, PKCS#8, not encrypted."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
 
 
 def read_material(ca: Path, cert: Path, key: Path) -> Material:

@@ -74,7 +74,7 @@ def server_certificate(address: str, security: LinkSecurity) -> bytes:
 def knock(address: str, reason: Reason) -> None:
     """Tell the other end why there will be no link, in the clear part of one more handshake; errors are ignored."""
     with contextlib.suppress(OSError, ValueError), _connected(address) as raw:
-        context = _unverified()
+        context = unverified_context()
         context.set_alpn_protocols(["h2", ALPN_REFUSED_PREFIX + reason.value])
         context.wrap_socket(raw, server_hostname=host_of(address)).close()
 
@@ -146,7 +146,7 @@ def _of_ssl_error(error: ssl.SSLError) -> Finding | None:
 
 def _probe_plaintext(address: str) -> Finding | None:
     """A peer that answers a TLS greeting in TLS, be it with an alert, speaks TLS."""
-    context = _unverified()
+    context = unverified_context()
     context.set_alpn_protocols(["h2", ALPN_PROBE])
     try:
         with _connected(address) as raw, context.wrap_socket(raw):
@@ -156,7 +156,7 @@ def _probe_plaintext(address: str) -> Finding | None:
 
 
 def _certificate_of(address: str) -> bytes:
-    context = _unverified()
+    context = unverified_context()
     context.set_alpn_protocols(["h2", ALPN_PROBE])
     with _connected(address) as raw, context.wrap_socket(raw) as link:
         return link.getpeercert(binary_form=True) or b""
@@ -167,12 +167,14 @@ def _verifying(security: LinkSecurity) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_verify_locations(ca)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the CA may be an intermediate one: gRPC takes it, too
     context.load_cert_chain(cert, key)
     context.set_alpn_protocols(["h2", ALPN_PROBE])
     return context
 
 
-def _unverified() -> ssl.SSLContext:
+def unverified_context() -> ssl.SSLContext:
+    """Return a client's context that takes any certificate, for what is public or is checked in another way."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -73,7 +73,7 @@ def _plain_context(cert: Path, key: Path, ca: Path | None) -> ssl.SSLContext:
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
-        raise UsageError(f"{cert} and {key} cannot be used: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(f"{cert} and {key} cannot be used: {error.strerror}") from error
     return context
 
 

@@ -5,8 +5,8 @@ It lists a file's keys and tensors and the places of their bytes. It does not kn
 House rules for this file:
 * Every count and length from the file is checked against the bytes that are there before it is used: any bytes
   either parse or raise ModelFileError.
-* Long arrays (vocabularies) are located, never decoded. * For every file, reading takes less than a second of one core
-and less than 64 MiB: `HeaderBudget`.
+* Long arrays (vocabularies) are located, never decoded.
+* For every file, reading takes less than a second of one core and less than 64 MiB: `HeaderBudget`.
 """
 
 from __future__ import annotations

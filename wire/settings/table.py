@@ -10,7 +10,7 @@ import dataclasses
 
 from relayline.wire.common import bounds
 from relayline.wire.common.kv_layout import KV_LAYOUTS, WINDOW_CELLS, asked_layout, choose_layout
-from relayline.wire.common.usable_cores import usable_cores
+from relayline.wire.common.usable_cores import computing_cores
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.model_files.adapter_texts import read_adapters
 from relayline.wire.settings.device_texts import (
@@ -45,7 +45,7 @@ class EngineSettings(Settings):
     ctx_tokens: int = setting(
         2_048,
         """
-    Tokens per stream, prompt and answer together. Where it is not set, `up` chooses 2,048 to 32,768: as many as the
+    Tokens per stream, prompt and answer together. Where it is not set, `up` chooses at most 32,768: as many as the
     model was trained for and half of the free memory allows.""",
         low=8,
         high=bounds.CTX_TOKENS_MAX,
@@ -66,11 +66,11 @@ class EngineSettings(Settings):
     )
     n_threads: int = setting(
         0,
-        "Threads of a native step. 0: the host's cores, divided by the number of its stages.",
+        "Threads of a native step. 0: the host's cores without much slower ones, divided by the number of its stages.",
         low=0,
         high=THREADS_MAX,
         flag="--threads",
-        flag_doc="Threads of a native step. 0: all cores; `up` divides them among the stages.",
+        flag_doc="Threads of a native step. 0: all cores but much slower ones; `up` divides them among the stages.",
         place="stages[].threads",
         reader=STAGE,
         host_wins=True,
@@ -223,6 +223,18 @@ class EngineSettings(Settings):
         place="context.rewindRows",
         reader=STAGE,
     )
+    mtp_drafts: int = setting(
+        0,
+        """
+    Models with prediction layers (MTP, "nextn") only: how many tokens the last stage guesses behind each one by
+    these layers, while few streams decode. They take memory there. 0: none. Models with recurrent states need
+    --rewind-rows N too. See `relayline inspect`.""",
+        low=0,
+        high=bounds.DRAFT_TOKENS_MAX,
+        flag="--mtp-drafts",
+        place="batching.mtpDrafts",
+        reader=STAGE,
+    )
     prefix_memory_bytes: int = setting(
         PREFIX_MEMORY_AUTO,
         """
@@ -303,8 +315,8 @@ class EngineSettings(Settings):
 
     @property
     def threads_used(self) -> int:
-        """Threads after resolving 0 to the cores this process may run on."""
-        return self.n_threads or len(usable_cores())
+        """Threads after resolving 0 to the cores on which this process computes."""
+        return self.n_threads or len(computing_cores())
 
     def of_architecture(self, architecture: str) -> EngineSettings:
         """Return the same for a model of this architecture: where only one layout will do, auto means that."""
@@ -366,6 +378,42 @@ class ServingSettings(Settings):
         high=bounds.DRAFT_TOKENS_MAX,
         flag="--draft",
         place="batching.draft",
+        reader=COORDINATOR,
+    )
+    draft_model: str = setting(
+        "",
+        """
+    A small GGUF model with the same vocabulary. It drafts tokens beside the coordinator, and stages verify them. Tokens
+    that it guesses right cost a part of a step.""",
+        flag="--draft-model",
+        place="coordinator.draftModel",
+        reader=COORDINATOR,
+    )
+    draft_threads: int = setting(
+        0,
+        "Threads of the draft model; 0: half of the coordinator's cores.",
+        low=0,
+        high=THREADS_MAX,
+        flag="--draft-threads",
+        place="coordinator.draftThreads",
+        reader=COORDINATOR,
+    )
+    draft_ctx_tokens: int = setting(
+        16_384,
+        "Tokens that the draft model holds, of all streams together; longer streams have no drafts of it.",
+        low=512,
+        high=bounds.CTX_TOKENS_MAX,
+        flag="--draft-ctx",
+        place="coordinator.draftCtxTokens",
+        reader=COORDINATOR,
+    )
+    draft_gpu_layers: int = setting(
+        -1,
+        "Layers of the draft model on the coordinator's GPU; -1: all, where llama.cpp has a GPU.",
+        low=-1,
+        high=LAYERS_MAX,
+        flag="--draft-gpu-layers",
+        place="coordinator.draftGpuLayers",
         reader=COORDINATOR,
     )
     grant_steps: int = setting(
@@ -436,6 +484,17 @@ class ServingSettings(Settings):
         place="coordinator.takeoverSeconds",
         reader=COORDINATOR,
     )
+    sleep_idle_s: float = setting(
+        0.0,
+        """
+    Time without requests after which all stages free their memory, in seconds; 0: never. The next request waits until
+    they have loaded again.""",
+        low=0,
+        high=31_536_000,
+        flag="--sleep-idle-seconds",
+        place="coordinator.sleepIdleSeconds",
+        reader=COORDINATOR,
+    )
     rebalance: str = setting(
         "tell",
         """
@@ -480,8 +539,9 @@ class ServingSettings(Settings):
     mmproj: str = setting(
         "",
         """
-    The model's multimodal projector, a GGUF file. With it chats may hold images, which the coordinator's host encodes.
-    auto: from the model's repository or directory. Empty: no images.""",
+    The model's multimodal projector, a GGUF file. With it chats may hold images, or audio, as far as it has
+    encoders for them, which run on the coordinator's host. auto: from the model's repository or directory. Empty:
+    chats are text.""",
         flag="--mmproj",
         place="coordinator.mmproj",
         reader=COORDINATOR,
@@ -539,6 +599,24 @@ class ServingSettings(Settings):
         place="coordinator.protectMetrics",
         reader=COORDINATOR,
     )
+    allow_invites: bool = setting(
+        False,
+        "Whether holders of an API key may make join lines for new machines, in the page too. A stage sees what passes "
+        "through it of every request, so with this a key can do more than ask.",
+        flag="--allow-invites",
+        flag_doc="Let holders of an API key make join lines for new machines; needs --api-keys.",
+        place="coordinator.allowInvites",
+        reader=COORDINATOR,
+    )
+    announce: bool = setting(
+        True,
+        "Whether the local network is told of a pipeline that other hosts may join: name, model, address, and how many "
+        "stages it awaits. Hosts then find it with a short code or `relayline nearby`. On loopback it never is.",
+        flag="--no-announce",
+        flag_doc="Do not tell the local network of a pipeline that other hosts may join.",
+        place="coordinator.announce",
+        reader=COORDINATOR,
+    )
     jaeger_url: str = setting(
         "",
         "Address of Jaeger, such as http://HOST:16686; the page at / links requests to their traces there.",
@@ -553,6 +631,78 @@ class ServingSettings(Settings):
         flag="--strict-max-tokens",
         flag_doc="Answer 400 to a max_tokens that does not fit the context. Otherwise answers may fill what is left.",
         place="coordinator.http.strictMaxTokens",
+        reader=COORDINATOR,
+    )
+    responses_dir: str = setting(
+        "",
+        """
+    Directory for stored responses of /v1/responses, on the coordinator's host. It keeps them over
+    restarts, and goes on with those in the background. Empty: they are in memory, and end with the coordinator.""",
+        flag="--responses-dir",
+        place="coordinator.responsesDir",
+        reader=COORDINATOR,
+    )
+    batch_dir: str = setting(
+        "",
+        """
+    Directory for OpenAI's /v1/files and /v1/batches, on the coordinator's host. It keeps them over restarts. Empty:
+    no files and batches.""",
+        flag="--batch-dir",
+        place="coordinator.batchDir",
+        reader=COORDINATOR,
+    )
+    batch_lanes: int = setting(
+        0,
+        "Lanes that batches may use together. 0: all but one, which is left to other requests.",
+        low=0,
+        high=LANES_MAX,
+        flag="--batch-lanes",
+        place="coordinator.batchLanes",
+        reader=COORDINATOR,
+    )
+    batches: int = setting(
+        2,
+        "Batches that run at the same time; others wait.",
+        low=1,
+        high=64,
+        flag="--batches",
+        place="coordinator.batches",
+        reader=COORDINATOR,
+    )
+    batch_requests: int = setting(
+        50_000,
+        "Most requests of one batch.",
+        low=1,
+        high=10_000_000,
+        flag="--batch-requests",
+        place="coordinator.batchRequests",
+        reader=COORDINATOR,
+    )
+    batch_files: int = setting(
+        1_000,
+        "Most files that are kept, of requests and of answers, and most batches.",
+        low=1,
+        high=100_000,
+        flag="--batch-files",
+        place="coordinator.batchFiles",
+        reader=COORDINATOR,
+    )
+    batch_file_bytes: int = setting(
+        200 << 20,
+        "Largest file of requests.",
+        low=0,
+        high=1 << 50,
+        flag="--batch-file-bytes",
+        place="coordinator.batchFileBytes",
+        reader=COORDINATOR,
+    )
+    batch_disk_bytes: int = setting(
+        8 << 30,
+        "Disk space of all files together, beyond which none is taken. Answers of running batches are always kept.",
+        low=0,
+        high=1 << 50,
+        flag="--batch-disk-bytes",
+        place="coordinator.batchDiskBytes",
         reader=COORDINATOR,
     )
 
@@ -605,6 +755,7 @@ class TelemetrySettings(Settings):
     )
 
 
+KEPT_DIRECTORIES = ("responses_dir", "batch_dir")  # of ServingSettings: what is in them outlives the coordinator
 # The settings of a stage's devices, besides `gpu_layers`.
 DEVICE_SETTINGS = ("devices", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe", "override_tensor")
 

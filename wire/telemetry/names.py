@@ -117,6 +117,8 @@ GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"  # only with telemetry 
 # --- our attributes: a request ----------------------------------------------------------------------------------------
 
 ATTR_REQUEST_ID: Final = "relayline.request.id"
+ATTR_REQUEST_BATCH: Final = "relayline.request.batch_id"  # of /v1/batches, if it is a request of one
+ATTR_API_KEY_NAME: Final = "relayline.api_key.name"  # as in the file of keys; never the key
 ATTR_SESSION_ID: Final = "relayline.session.id"  # hexadecimal text: 64-bit numbers do not fit every store
 
 # --- our attributes: a batch span -------------------------------------------------------------------------------------
@@ -299,7 +301,9 @@ ATTR_STAGES_REPORTED: Final = "relayline.stages.reported"  # stages that have su
 ATTR_STAGE_PREFILL_WAIT: Final = "relayline.stages.prefill_wait_s"
 ATTR_STAGE_DECODE_WAIT: Final = "relayline.stages.decode_wait_s"
 EVENT_PAUSED: Final = "paused"  # a stage or link was lost
+EVENT_HELD: Final = "held"  # a stage or link was lost before it had a lane: it starts once that is back
 EVENT_RESUMED: Final = "resumed"  # starts again from its history at a new epoch
+EVENT_WOKEN: Final = "woken"  # it has waited for the stages to load, see coordinator.engine.sleep
 EVENT_REPLAYED: Final = "replayed"  # replayed from its history after a failure of only this session
 LINK_SESSION: Final = "session"  # from a request that shares a session to the span that describes the session
 
@@ -328,14 +332,28 @@ METRIC_ACCEPTED_TOKENS: Final = "relayline_spec_decode_num_accepted_tokens"
 METRIC_SUCCESS: Final = "relayline_request_success"
 METRIC_REPLAYS: Final = "relayline_request_replays"
 METRIC_RECOVERIES: Final = "relayline_recoveries"
+METRIC_ASLEEP: Final = "relayline_asleep"
+METRIC_SLEEPS: Final = "relayline_sleeps"
+METRIC_WAKES: Final = "relayline_wakes"  # by LABEL_OUTCOME: woken | failed
+METRIC_WAKE_TIME: Final = "relayline_last_wake_duration_seconds"
 METRIC_LANES: Final = "relayline_lanes"
 METRIC_EPOCH: Final = "relayline_epoch"
 METRIC_GROUP_FLIGHTS: Final = "relayline_group_flights"
 METRIC_GROUP_ROWS: Final = "relayline_group_rows"
 METRIC_SHARED: Final = "relayline_shared_requests"
+METRIC_OFFLINE_BATCHES: Final = "relayline_offline_batches"  # by LABEL_STATE: running | waiting
+METRIC_OFFLINE_REQUESTS: Final = "relayline_offline_requests"  # by LABEL_STATE: waiting | done | failed
+LABEL_STATE: Final = "state"
 METRIC_GRANTS: Final = "relayline_grants"  # by LABEL_EVENT: given | extended | ended
 METRIC_GRANT_ROWS: Final = "relayline_grant_rows"  # by LABEL_OUTCOME: used | vain
 LABEL_EVENT: Final = "event"
+LABEL_KEY: Final = "api_key"  # the name of an API key, of the first coordinator.observe.usage.NAMES_MAX
+METRIC_KEY_RUNNING: Final = "relayline_api_key_streams_running"
+METRIC_KEY_WAITING: Final = "relayline_api_key_streams_waiting"
+METRIC_KEY_REQUESTS: Final = "relayline_api_key_requests"
+METRIC_KEY_PROMPT: Final = "relayline_api_key_prompt_tokens"
+METRIC_KEY_CACHED: Final = "relayline_api_key_cached_tokens"
+METRIC_KEY_COMPLETION: Final = "relayline_api_key_completion_tokens"
 
 # --- metrics of the coordinator, with the label `stages`: so many computing at once -----------------------------------
 
@@ -350,6 +368,9 @@ HELP_CERTIFICATE_EXPIRES: Final = "When this process's certificate ends, Unix ti
 
 STAGE_COORDINATOR: Final = "coordinator"
 METRIC_STAGE_UP: Final = "relayline_stage_up"
+METRIC_RELAY_CONNECTIONS: Final = "relayline_relay_connections"
+METRIC_RELAY_REFUSED: Final = "relayline_relay_refused_connections"
+METRIC_RELAY_BYTES: Final = "relayline_relay_bytes"  # by LABEL_DIRECTION: in | out, as the stage sees it
 METRIC_STAGE_STEPS: Final = "relayline_stage_steps"
 METRIC_STAGE_ROWS: Final = "relayline_stage_rows"
 METRIC_STAGE_FRAMES: Final = "relayline_stage_frames"

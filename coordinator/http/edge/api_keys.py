@@ -1,39 +1,41 @@
-"""API keys of the HTTP side: a file with one key per line, checked in constant time, read again on demand."""
+"""API keys of the HTTP side: checked in constant time, read again on demand. `key_file` says what their file holds."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import logging
 import re
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.edge.clients import CLIENT
+from relayline.coordinator.http.edge.clients import BEHALF, CLIENT, KEY, PAYER, RATE, TENANT, Payer
 from relayline.coordinator.http.edge.cors import allow_pages
 from relayline.coordinator.http.edge.errors import plain_body
+from relayline.coordinator.http.edge.key_file import FILE_BYTES_MAX, KEYS_MAX, ApiKey, parse_keys
 from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.coordinator.http.edge.middleware import OUTERMOST
+from relayline.coordinator.http.edge.token_rate import TokenRate
 from relayline.coordinator.http.edge.web_pages import keep_pages_out, page_rule
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import is_loopback
 
 log = logging.getLogger("relayline.http")
 
-KEY_CHARS_MIN, KEY_CHARS_MAX = 16, 512  # shorter can be guessed
-KEYS_MAX = 10_000  # every request is compared with all of them
 PAGE_PATHS = web.AppKey("page_paths", frozenset[str])  # of an application: its page's paths, which need no key
 OPEN_PATTERN = web.AppKey("open_pattern", re.Pattern[str])  # and other paths of an application that need none
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/live", "/metrics"})
 METRICS_PATH = "/metrics"
 X_API_KEY = "X-Api-Key"
-_FILE_BYTES_MAX = KEYS_MAX * (KEY_CHARS_MAX + 128)
+RATES_MAX = 2 * KEYS_MAX  # keys whose tokens are counted, those of gateways' clients too
 _BEARER = "bearer "
 _OTHERS = 0o007
 _NAMES_SHOWN = 20
@@ -42,74 +44,69 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ApiKeys:
-    """The keys that are accepted now. Only their SHA-256 is kept, so no dump or log of ours can show one."""
+    """The keys that are accepted now."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises UsageError when it is missing, holds no key, or a line is not a key."""
         self._path = path
-        self._digests = parse_keys(_read(path), path)
+        self._keys = parse_keys(_read(path), path)
+        self._rates: dict[str, TokenRate] = {}  # by the key's name; they outlast another reading of the file
 
     @property
     def names(self) -> list[str]:
         """The keys' names in the file, in its order."""
-        return list(self._digests)
+        return list(self._keys)
 
     @property
     def shown(self) -> str:
         """The names for a log line, the first _NAMES_SHOWN of them."""
-        more = len(self._digests) - _NAMES_SHOWN
+        more = len(self._keys) - _NAMES_SHOWN
         return ", ".join(self.names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
-    def accepts(self, sent: str) -> bool:
-        """Return whether `sent` is one of the keys; takes as long for every answer."""
+    def find(self, sent: str) -> ApiKey | None:
+        """Return the key that `sent` is, if it is one; takes as long for every answer."""
         digest = hashlib.sha256(sent.encode(errors="surrogateescape")).digest()
-        found = False
-        for known in self._digests.values():
-            found |= hmac.compare_digest(known, digest)
+        found: ApiKey | None = None
+        for key in self._keys.values():
+            if hmac.compare_digest(key.digest, digest):
+                found = key
         return found
+
+    def payer(self, payer: Payer) -> ApiKey | None:
+        """Return the key that pays now, with its client's options where a gateway showed it; None: it is gone."""
+        key = self._keys.get(payer.name)
+        if key is None or key.is_unnamed:
+            key = next((each for each in self._keys.values() if each.lasting_name == payer.name), None)
+        if key is None or not payer.behalf:
+            return key
+        return key.of_behalf(payer.behalf) if key.options.gateway == "yes" else None
+
+    def rate_of(self, key: ApiKey) -> TokenRate | None:
+        """Return what is left of the key's tokens; None if it has no bound."""
+        per_minute = key.options.tokens_per_minute
+        if per_minute is None:
+            return None
+        rate = self._rates.get(key.name)
+        if rate is None or rate.per_minute != per_minute:
+            rate = self._rates[key.name] = TokenRate(per_minute, time.monotonic_ns())
+            if len(self._rates) > RATES_MAX:
+                del self._rates[next(iter(self._rates))]
+        return rate
 
     def reload(self) -> None:
         """Read the file again; an unusable file changes nothing, with one line in the log."""
         try:
-            self._digests = parse_keys(_read(self._path), self._path)
+            self._keys = parse_keys(_read(self._path), self._path)
         except UsageError as error:
             log.warning("keeping the old API keys: %s", error.message)
             return
         log.info("API keys were read again; known keys: %s", self.shown)
 
 
-def parse_keys(text: str, path: Path) -> dict[str, bytes]:
-    """Return name -> SHA-256 of every key: one `KEY` or `NAME: KEY` a line, empty lines and # comments left out.
-
-    A key without a name is called by its line. Raises UsageError; its message never holds a key.
-    """
-    found: dict[str, bytes] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        name, colon, key = line.rpartition(":")
-        name, key = (name.strip() if colon else f"line {number}"), key.strip()
-        if not KEY_CHARS_MIN <= len(key) <= KEY_CHARS_MAX or not all("!" <= char <= "~" for char in key):
-            raise UsageError(
-                f"{path}:{number}: a key is {KEY_CHARS_MIN} to {KEY_CHARS_MAX} printable ASCII characters, no spaces; "
-                "make one with: openssl rand -hex 24"
-            )
-        if not name or name in found:
-            what = "another key has this name" if name else "the name before the colon is empty"
-            raise UsageError(f"{path}:{number}: {what}")
-        found[name] = hashlib.sha256(key.encode()).digest()
-    if not found:
-        raise UsageError(f"{path} holds no API key; write one per line")
-    if len(found) > KEYS_MAX:
-        raise UsageError(f"{path} holds more than {KEYS_MAX} API keys")
-    return found
-
-
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(_FILE_BYTES_MAX + 1)
+            data = file.read(FILE_BYTES_MAX + 1)
             mode = path.stat().st_mode
         text = data.decode()
     except FileNotFoundError as error:
@@ -117,8 +114,8 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
         raise UsageError(f"API key file {path} cannot be read: {why}") from error
-    if len(data) > _FILE_BYTES_MAX:
-        raise UsageError(f"API key file {path} is larger than {_FILE_BYTES_MAX} bytes")
+    if len(data) > FILE_BYTES_MAX:
+        raise UsageError(f"API key file {path} is larger than {FILE_BYTES_MAX} bytes")
     if mode & _OTHERS:
         log.warning("%s can be read by every user of this machine; run: chmod 600 %s", path, path)
     return text
@@ -153,12 +150,13 @@ def protect_http(app: web.Application, listener: HttpListener) -> contextlib.Abs
 
 @contextlib.contextmanager
 def _reread_on_hangup(keys: ApiKeys) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, keys.reload)
     try:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, before)  # may be to ignore it, or one that comes now would end this process
 
 
 def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) -> None:
@@ -172,14 +170,41 @@ def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) 
         is_page = pattern is not None and request.method in ("GET", "HEAD") and pattern.fullmatch(request.path)
         if is_page or request.path in open_paths:
             return await handler(request)
+        if PAYER in request:  # which has shown that it comes from inside
+            key = keys.payer(request[PAYER])
+            if key is None:
+                return _refused("the key that asked for this is not known any more")
+            request[KEY] = key
+            batch = request.get(TENANT)  # unless it is a background response of the key
+            request[TENANT] = key.tenant if batch is None else dataclasses.replace(batch, models=key.tenant.models)
+            if (rate := keys.rate_of(key)) is not None:
+                request[RATE] = rate
+            return await handler(request)
         sent = request.headers.get("Authorization", "")
         if not sent and X_API_KEY in request.headers:  # as Anthropic's clients send it
             sent = _BEARER + request.headers[X_API_KEY]
-        if sent[: len(_BEARER)].lower() == _BEARER and keys.accepts(sent[len(_BEARER) :].strip()):
+        is_bearer = sent[: len(_BEARER)].lower() == _BEARER
+        key = keys.find(sent[len(_BEARER) :].strip()) if is_bearer else None
+        if key is not None:
+            is_gateway = key.options.gateway == "yes"
+            behalf = request.headers.get(BEHALF, "") if is_gateway else ""
+            request[PAYER] = Payer(key.lasting_name, behalf)
+            if behalf:
+                key, sent = key.of_behalf(behalf), f"{sent} {behalf}"
+            request[KEY] = key
+            request[TENANT] = key.tenant
+            if (rate := keys.rate_of(key)) is not None:
+                request[RATE] = rate
             request[CLIENT] = hashlib.sha256(sent.encode(errors="surrogateescape")).hexdigest()
             return await handler(request)
         return _refused("incorrect API key" if sent else "no API key; send it as `Authorization: Bearer KEY`")
 
+    async def add_rate(request: web.Request, response: web.StreamResponse) -> None:
+        """Say on any answer how many tokens are left."""
+        if (rate := request.get(RATE)) is not None:
+            response.headers.update(rate.headers(time.monotonic_ns()))
+
+    app.on_response_prepare.append(add_rate)
     # Before anything is recorded, so that strangers cannot push other requests out of view.
     app.middlewares.insert(OUTERMOST, check_key)
 

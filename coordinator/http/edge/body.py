@@ -6,8 +6,9 @@ A body is read when a handler asks for it, so one of a request that is refused b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import hdrs, web
@@ -72,7 +73,16 @@ class Link(Protocol):
 
 
 # Routes that clients also ask for without /v1: their base URL ends with the host.
-_WITHOUT_V1 = {"/chat/completions", "/completions", "/embeddings", "/messages", "/models", "/responses"}
+_WITHOUT_V1 = {
+    "/chat/completions",
+    "/completions",
+    "/embeddings",
+    "/messages",
+    "/models",
+    "/responses",
+    "/files",
+    "/batches",
+}
 
 
 def usual_path(path: str) -> str:
@@ -116,13 +126,8 @@ class Request(web.Request):
         coding = self._coding()
         if (self.content_length or 0) > n_max:
             raise _too_large(n_max)
-        if self.expects and self.version >= (1, 1) and not self.content.is_eof() and self.transport is not None:
-            self.transport.write(CONTINUE)
-        self._link.waits(for_client=True)
-        try:
+        with self.receiving():
             parts, n_bytes = await self._parts(n_max)
-        finally:
-            self._link.waits(for_client=False)
         if coding in _IDENTITY:
             return await _joined(parts, n_bytes)
         unpacked = await asyncio.get_running_loop().run_in_executor(self._link.unpacking, unpack, parts, coding, n_max)
@@ -130,6 +135,17 @@ class Request(web.Request):
             raise _too_large(n_max)
         self._count(len(unpacked))
         return unpacked
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[HttpLimits]:
+        """Let the client send its body, which is read here within; gives the bounds of its speed."""
+        if self.expects and self.version >= (1, 1) and not self.content.is_eof() and self.transport is not None:
+            self.transport.write(CONTINUE)
+        self._link.waits(for_client=True)
+        try:
+            yield self._link.limits
+        finally:
+            self._link.waits(for_client=False)
 
     def body_done(self) -> None:
         """The body's content has been taken over: release it."""

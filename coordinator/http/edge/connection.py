@@ -21,11 +21,11 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.http_writer import StreamWriter
 
 from relayline.coordinator.http.edge.body import BodyRoom, Request
-from relayline.coordinator.http.edge.crowd import Crowd, Full, address_group
+from relayline.coordinator.http.edge.crowd import Crowd, Full
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import REQUEST_ID, refused
-from relayline.wire.links.security import is_loopback
+from relayline.wire.links.security import address_group, is_loopback
 from relayline.wire.links.tls_door import Shaking
 
 T = TypeVar("T")

@@ -11,11 +11,12 @@ from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
+from relayline.coordinator.http.edge.token_rate import HEADERS
 from relayline.wire.common.errors import UsageError
 
 ANY = "*"
 _METHODS = "GET, HEAD, POST, PUT, DELETE, OPTIONS"
-_EXPOSED = "x-request-id, retry-after, x-should-retry"
+_EXPOSED = ", ".join(("x-request-id", "retry-after", "x-should-retry", *HEADERS))
 _MAX_AGE_S = 600  # that a browser may remember a preflight
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -8,14 +8,10 @@ is refused.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import ipaddress
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
-
-_V6_NETWORK_BYTES = 8  # a holder of one IPv6 address has the 2^64 of its network
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,19 +87,3 @@ class Crowd(Generic[Key]):
         group.n_open -= 1
         if not group.n_open:
             del self._groups[address]
-
-
-@functools.lru_cache(maxsize=1_024)
-def address_group(host: str) -> str:
-    """Return what connections from `host` are counted under: an IPv4 address, or the network of an IPv6 address."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-        if mapped is not None:
-            return str(mapped)
-        if not address.is_loopback:
-            return address.packed[:_V6_NETWORK_BYTES].hex()
-    return str(address)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -13,6 +14,7 @@ from relayline.wire.common.errors import (
     ModelNotFoundError,
     NotReadyError,
     OverloadedError,
+    RateLimitError,
     RelaylineError,
     http_status,
 )
@@ -25,6 +27,7 @@ _RETRY_AFTER_LOADING_S = 2
 # OpenAI's own codes where it has one for the case; elsewhere the label of the error is the code.
 _CODES = {
     OverloadedError.label: "rate_limit_exceeded",
+    RateLimitError.label: "rate_limit_exceeded",
     LaneLimitError.label: "rate_limit_exceeded",
     ModelNotFoundError.label: "model_not_found",
 }
@@ -38,6 +41,17 @@ class HttpRefusal(Exception):
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
         self.body = plain_body(status, message, code)
+
+
+@contextlib.contextmanager
+def using_disk(which: str) -> Iterator[None]:
+    """Let an error of the disk within be one line for the client. Raises HttpRefusal."""
+    try:
+        yield
+    except ConnectionError:  # of the client's
+        raise
+    except OSError as error:
+        raise HttpRefusal(507, f"{which} cannot be used now: {error.strerror or error}", "disk_error") from error
 
 
 class ErrorDetail(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from relayline.wire.model_files.adapter_texts import AdapterText, read_adapters
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -37,6 +38,7 @@ class HttpLimits:
     strict_max_tokens: bool = False  # refuse a max_tokens that the context has no room for, instead of giving the room
     model_aliases: tuple[str, ...] = ()  # further names of the model
     adapters: tuple[str, ...] = ()  # names of LoRA adapters, by which requests choose one; the first is choice 1
+    lora: tuple[AdapterText, ...] = ()  # all LoRA adapters, those without names too
     any_model_name: bool = False  # answer to any model name, for clients with fixed names
 
     def adapter_of(self, model: str) -> int:
@@ -55,5 +57,6 @@ def limits_of(serving: ServingSettings) -> HttpLimits:
         strict_max_tokens=serving.strict_max_tokens,
         model_aliases=tuple(filter(None, map(str.strip, serving.served_model_name.split(",")))),
         adapters=serving.adapter_names,
+        lora=read_adapters(serving.lora) if serving.lora else (),
         any_model_name=serving.any_model_name,
     )

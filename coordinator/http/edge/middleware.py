@@ -117,7 +117,10 @@ def _plain_failure(request: web.Request, error: web.HTTPException) -> web.Respon
 def _no_route(path: str) -> str:
     """Return what to say where nothing is served, with the way for those who come from elsewhere."""
     if path == "/api" or path.startswith("/api/"):
-        return f"no route {path}: Ollama's own API is not served; its clients can use OpenAI's API, at /v1"
+        return (
+            f"no route {path}: of Ollama's API, chat, generate, embed, tags, show, ps and version are served; "
+            "`relayline up` decides which models there are"
+        )
     if path.rstrip("/") == "/v1":
         return f"no route {path}: it is where OpenAI's API begins, as in /v1/models or /v1/chat/completions"
     return f"no route {path}"

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from relayline.coordinator.http.edge.clients import tenant_of
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.observe.tracing import CLIENT_GONE
 from relayline.coordinator.sessions.request_log import RequestRecord
@@ -22,6 +23,12 @@ OPERATIONS = {
     "/embedding": "embeddings",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+    "/v1/audio/transcriptions": "chat",
+    "/audio/transcriptions": "chat",
 }
 ERROR_CHARS_MAX = 1_000  # of an error's text, on spans
 
@@ -40,6 +47,7 @@ def observing(observer: Observer, id_of: Callable[[web.Request], str]) -> Callab
             method=request.method,
             route=request.path,
             received_ns=time.monotonic_ns(),
+            tenant=tenant_of(request),
         )
         record.unix_offset_ns = time.time_ns() - record.received_ns
         observer.received(record, {name.lower(): value for name, value in request.headers.items()})
@@ -50,11 +58,12 @@ def observing(observer: Observer, id_of: Callable[[web.Request], str]) -> Callab
                 record.error = str(response.status)
             return response
         except asyncio.CancelledError:
-            if not record.is_whole:
+            if not (record.is_whole or record.is_detached):
                 record.error = record.error or CLIENT_GONE
             raise
         finally:
-            observer.answered(record, time.monotonic_ns())
+            if not record.is_detached:
+                observer.answered(record, time.monotonic_ns())
 
     return observe
 
@@ -76,6 +85,11 @@ def note_whole(request: web.Request) -> None:
 def note_failure(request: web.Request, label: str, text: str = "") -> None:
     """Record why a request fails: the error's label and message."""
     record = request.get(RECORD)
-    if record is not None:
-        # It may quote the caller: a lone surrogate would spoil the export of a whole batch of spans.
-        record.error, record.error_text = label, text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
+    if record is not None and not record.is_detached:
+        set_failure(record, label, text)
+
+
+def set_failure(record: RequestRecord, label: str, text: str) -> None:
+    """Put an error's label and message into a record."""
+    # It may quote the caller: a lone surrogate would spoil the export of a whole batch of spans.
+    record.error, record.error_text = label, text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -16,10 +17,19 @@ PING = b": ping\n\n"
 DONE = b"[DONE]"
 
 HEADERS: Mapping[str, str] = {
-    "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would otherwise collect the stream
 }
+
+
+class StreamForm(NamedTuple):
+    """What a stream is sent as."""
+
+    content_type: str
+    ping: bytes  # lines that say nothing to a client that waits
+
+
+SSE = StreamForm("text/event-stream; charset=utf-8", PING)
 
 
 _RESET_ON_CLOSE, _CLOSE_IN_ORDER = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
@@ -49,15 +59,17 @@ class EventWriter:
         write_timeout_s: float,
         ping_interval_s: float,
         frame: Callable[[bytes], bytes] = data_frame,
+        form: StreamForm = SSE,
     ) -> None:
         """`frame` writes one event as its lines."""
+        self._ping = form.ping
         self._request, self._frame = request, frame
         self._write_timeout_s, self._ping_interval_s = write_timeout_s, ping_interval_s
         self._loop = asyncio.get_running_loop()
         self._written_s = self._loop.time()
         self._is_ended = False  # nothing may follow the last events
         self._is_chunked = request.version >= (1, 1)
-        self.response = _Response(headers=HEADERS)
+        self.response = _Response(headers={"Content-Type": form.content_type, **HEADERS})
 
     async def start(self) -> None:
         """Begin with status 200 and the headers. They leave with the first write, which may be one of no events."""
@@ -91,8 +103,8 @@ class EventWriter:
         return self._written_s + self._ping_interval_s - self._loop.time()
 
     async def ping(self) -> None:
-        """Send a comment, which clients skip and proxies count as life."""
-        await self._write(PING)
+        """Send what clients skip and proxies count as life: of server-sent events, a comment."""
+        await self._write(self._ping)
 
     async def finish(self, events: Iterable[bytes]) -> None:
         """Send the last events and end the reply in the same write: a client that has the last event has the whole
@@ -122,7 +134,8 @@ class EventWriter:
         """Send a ping without waiting: a client that has gone answers it with a reset."""
         transport = self._request.transport
         if not self._is_ended and transport is not None and not transport.is_closing():
-            transport.write(b"%x\r\n%b\r\n" % (len(PING), PING) if self._is_chunked else PING)
+            ping = self._ping
+            transport.write(b"%x\r\n%b\r\n" % (len(ping), ping) if self._is_chunked else ping)
 
     def _on_close(self, linger: bytes) -> None:
         """Choose how the connection ends, whoever ends it: the system obeys this even if the process is killed."""

@@ -20,12 +20,22 @@ class EmbeddingsBody(Struct, kw_only=True):
 
     input: Any = None  # text, token ids, or a list of either
     content: Any = None
+    prompt: str | None = None  # of Ollama's older form
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=N_EMBD_MAX)] | None = None
     embd_normalize: Annotated[int, Meta(ge=-1, le=NORM_MAX)] | None = None  # llama-server's
     truncate_prompt_tokens: Positive | None = None  # vLLM's: this many of each prompt's last tokens
     add_special_tokens: bool | None = None
+
+
+class RerankBody(Struct, kw_only=True):
+    """POST /v1/rerank, as Jina, Cohere and llama-server have it. No model that can be split answers it."""
+
+    query: str
+    documents: list[str]
+    model: str | None = None
+    top_n: Positive | None = None
 
 
 class AnswerOptions(Struct):
@@ -39,8 +49,8 @@ class AnswerOptions(Struct):
 def read(raw: bytes | bytearray) -> EmbeddingsBody:
     """Return a body. Raises InvalidRequestError."""
     body = decode_body(raw, EmbeddingsBody)
-    if (body.input is None) == (body.content is None):
-        raise InvalidRequestError.of_field("input", "required field is missing, or content was sent too")
+    if [body.input, body.content, body.prompt].count(None) != 2:
+        raise InvalidRequestError.of_field("input", "required field is missing, or content or prompt was sent too")
     return body
 
 
@@ -52,8 +62,8 @@ def answer_options(body: EmbeddingsBody) -> AnswerOptions:
 
 def inputs_of(body: EmbeddingsBody, tokenizer: Tokenizer, ctx_tokens: int) -> list[list[int]]:
     """Return the prompts of a body as token ids, unchecked where they came as such. Raises InvalidRequestError."""
-    name = "input" if body.content is None else "content"
-    sent = body.input if body.content is None else body.content
+    name = next((each for each in ("content", "prompt") if getattr(body, each) is not None), "input")
+    sent = getattr(body, name)
     is_one = not isinstance(sent, list) or (sent and all(type(part) is int for part in sent))
     several = [sent] if is_one else sent
     if not 0 < len(several) <= INPUTS_MAX:

@@ -54,3 +54,17 @@ def llama_reply(rows: Sequence[bytes], options: AnswerOptions) -> bytes:
     return shapes.encode(
         [{"index": index, "embedding": [vector_of(row, options).tolist()]} for index, row in enumerate(rows)]
     )
+
+
+def ollama_reply(
+    model: str, rows: Sequence[bytes], options: AnswerOptions, n_prompt_tokens: int, took_ns: int
+) -> bytes:
+    """Return Ollama's body."""
+    vectors = [vector_of(row, options).tolist() for row in rows]
+    counts = {"total_duration": took_ns, "load_duration": 0, "prompt_eval_count": n_prompt_tokens}
+    return shapes.encode({"model": model, "embeddings": vectors, **counts})
+
+
+def ollama_vector(row: bytes, options: AnswerOptions) -> bytes:
+    """Return the body of Ollama's older form, of one vector."""
+    return shapes.encode({"embedding": vector_of(row, options).tolist()})

@@ -9,12 +9,14 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from relayline.coordinator.http.edge.clients import tenant_of
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.llama.dialect import LlamaDialect
 from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
+from relayline.coordinator.http.requests.lora import listed
 from relayline.wire.common.errors import OverloadedError
 
 
@@ -28,6 +30,10 @@ class LlamaHandlers(Handlers):
     async def infill(self, request: web.Request) -> web.StreamResponse:
         """POST /infill: the text between two texts, for models whose vocabulary has tokens for that."""
         return await self._answer("infill", request)
+
+    async def lora_adapters(self, request: web.Request) -> web.StreamResponse:
+        """GET /lora-adapters: the LoRA adapters that the client's key may use, in the order of their ids."""
+        return json_response(msgspec.json.encode(listed(self._service.limits.lora, tenant_of(request).models)))
 
     async def slots(self, request: web.Request) -> web.StreamResponse:
         """GET /slots: what each lane does; 503 with `?fail_on_no_slot=1` where none is free."""

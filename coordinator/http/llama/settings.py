@@ -117,6 +117,7 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
             "grammar": body.grammar or "",
             "samplers": _samplers(getattr(sent, "samplers", None)),
             "timings_per_token": bool(sent.timings_per_token),
+            "lora": [{"id": each.id, "scale": each.scale} for each in body.lora or () if each.scale],
         }
     )
 

@@ -1,4 +1,4 @@
-// Images for a message of the chat: chosen, pasted or dropped; made small enough; shown before they are sent.
+// Images and audio for a message of the chat: chosen, pasted or dropped; images made small enough; shown before they are sent.
 
 import { feed } from "./feed.js";
 import { h, say } from "./dom.js";
@@ -8,6 +8,8 @@ const SIDE_MAX = 2048; // pixels; encoders look at fewer
 const BYTES_MAX = 512 * 1024; // of one as a file: a chat sends all of its images with each turn
 const READ_BYTES_MAX = 64 * 1024 * 1024; // of a file that is made smaller here
 const QUALITY = 0.85; // of what is drawn anew
+const AUDIO_BYTES_MAX = 4 * 1024 * 1024; // of an audio file: a chat sends all of them with each turn
+const SOUNDS = /\.(wav|mp3|flac)$/i; // what the server reads
 
 function urlOf(blob) {
   return new Promise((done, failed) => {
@@ -55,15 +57,34 @@ async function fitted(file) {
   }
 }
 
+function isSound(file) {
+  return file.type.startsWith("audio/");
+}
+
+// An audio file as it is sent: itself.
+function checkedSound(file) {
+  if (!SOUNDS.test(file.name || "")) throw new Error(`${file.name || "audio"} is no WAV, MP3 or FLAC`);
+  if (file.size > AUDIO_BYTES_MAX) throw new Error(`${file.name} is larger than 4 MiB`);
+  return file;
+}
+
+// The part of an API's message for an image or audio file of a turn.
+export function partOf({ name, url }) {
+  if (!url.startsWith("data:audio/")) return { type: "image_url", image_url: { url } };
+  return { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format: name.split(".").pop().toLowerCase() } };
+}
+
 function filesIn(transfer) {
-  return [...((transfer && transfer.files) || [])].filter((file) => file.type.startsWith("image/"));
+  return [...((transfer && transfer.files) || [])].filter((file) => file.type.startsWith("image/") || isSound(file));
 }
 
 export function thumbs(images) {
-  return images.map((image) => h("img.thumb", { src: image.shown, alt: image.name, title: image.name }));
+  return images.map((image) => (image.url.startsWith("data:audio/")
+    ? h("audio.sound", { src: image.shown, controls: true, title: image.name, "aria-label": image.name })
+    : h("img.thumb", { src: image.shown, alt: image.name, title: image.name })));
 }
 
-// The part of the form for a message that takes images. `kept` returns how many the turns before hold.
+// The part of the form for a message that takes images or audio, which are all in `images`. `kept` returns how many the turns before hold.
 export class Attachments {
   constructor(input, kept, complain) {
     this.input = input;
@@ -72,8 +93,8 @@ export class Attachments {
     this.images = [];
     this.reading = Promise.resolve(); // files in the order in which they came
     this.chosen = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true });
-    this.button = h("button", { type: "button", hidden: true, title: "You can also paste an image, or drop it here", onclick: () => this.chosen.click() }, "Attach image");
-    this.list = h("ul.attached", { "aria-label": "Attached images", hidden: true });
+    this.button = h("button", { type: "button", hidden: true, title: "You can also paste a file, or drop it here", onclick: () => this.chosen.click() }, "Attach image");
+    this.list = h("ul.attached", { "aria-label": "Attached files", hidden: true });
     this.told = h("p.vh", { role: "status" });
     this.element = h("div.attach", null, this.list, this.told, this.chosen);
     this.chosen.addEventListener("change", () => {
@@ -84,7 +105,16 @@ export class Attachments {
   }
 
   get most() {
-    return feed.facts.images_max || 0;
+    return feed.facts.media_max || 0;
+  }
+
+  get takes() {
+    return feed.facts.takes || { images: false, audio: false };
+  }
+
+  // What can be attached, for a person.
+  get what() {
+    return [this.takes.images && "image", this.takes.audio && "audio"].filter(Boolean).join(" or ");
   }
 
   // Lets images be dropped on an element.
@@ -125,12 +155,14 @@ export class Attachments {
   }
 
   async take(file) {
-    if (!this.most) throw new Error("This model is served without a projector, so it takes no images");
-    if (this.kept() + this.images.length >= this.most) throw new Error(`A chat has at most ${this.most} images`);
-    const blob = await fitted(file);
-    this.images.push({ name: file.name || "image", url: await urlOf(blob), shown: URL.createObjectURL(blob) });
+    if (!this.most) throw new Error("This model is served without a projector, so it takes no images or audio");
+    if (this.kept() + this.images.length >= this.most) throw new Error(`A chat has at most ${this.most} images and audio files`);
+    if (!(isSound(file) ? this.takes.audio : this.takes.images)) throw new Error(`This model's projector takes no ${isSound(file) ? "audio" : "images"}`);
+    const blob = isSound(file) ? checkedSound(file) : await fitted(file);
+    const name = file.name || "image";
+    this.images.push({ name, url: await urlOf(blob), shown: URL.createObjectURL(blob) });
     this.complain("");
-    say(this.told, `${file.name || "image"} is attached`);
+    say(this.told, `${name} is attached`);
     this.draw();
   }
 
@@ -171,5 +203,7 @@ export class Attachments {
 
   update() {
     this.button.hidden = !this.most;
+    this.button.textContent = `Attach ${this.what || "image"}`;
+    this.chosen.accept = [this.takes.images && "image/*", this.takes.audio && ".wav,.mp3,.flac"].filter(Boolean).join(",");
   }
 }

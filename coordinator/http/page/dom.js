@@ -64,9 +64,9 @@ export class Keyed {
   }
 }
 
-// The head of a table's column: [name, side, what it means].
+// The head of a table's column: [name, side, what it means]. That of buttons is for those who hear the page.
 export function heading([name, side, meaning]) {
-  return h(side ? `th.${side}` : "th", { scope: "col", title: meaning }, name);
+  return h(side ? `th.${side}` : "th", { scope: "col", title: meaning }, side === "act" ? h("span.vh", null, name) : name);
 }
 
 export const none = "–";

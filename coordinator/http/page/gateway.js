@@ -1,12 +1,12 @@
 // The page of a gateway: its pipelines as they are now, each with a link to its own page and chat.
 
-import { Keyed, ask, count, h, none, percent, say, sentence } from "./dom.js";
+import { Keyed, ask, count, h, heading, none, percent, say, sentence } from "./dom.js";
 import { askForKey } from "./key.js";
 import { themed } from "./theme.js";
 
 const EVERY_MS = 2000;
-const DOTS = { ready: "ok", dead: "bad" };
-const COLUMNS = [["Pipeline", ""], ["State", ""], ["Models", ""], ["Streams", ""], ["Requests sent", "n"], ["Address", ""], ["", ""]];
+const DOTS = { ready: "ok", sleeping: "idle", dead: "bad" };
+const COLUMNS = [["Pipeline", ""], ["State", ""], ["Models", ""], ["Streams", ""], ["Requests sent", "n"], ["Address", ""], ["Chat", "act"]];
 const table = document.querySelector("main table");
 const notice = document.getElementById("notice");
 const sum = document.getElementById("sum");
@@ -35,14 +35,16 @@ const rows = new Keyed(body, (pipeline) => {
   const isDead = pipeline.phase === "dead";
   bar.parentElement.hidden = isDead;
   bar.style.width = percent(Math.min(1, running / Math.max(1, pipeline.lanes))).replace(" ", "");
-  say(streams, isDead ? none : pipeline.lanes ? `${count(running)} of ${count(pipeline.lanes)} lanes` : count(running));
+  const waiting = pipeline.waiting ? `, ${count(pipeline.waiting)} waiting` : "";
+  const shown = pipeline.lanes ? `${count(running)} of ${count(pipeline.lanes)} lanes` : count(running);
+  say(streams, isDead ? none : shown + waiting);
   say(cells[4], count(pipeline.sent));
   say(cells[5], pipeline.url);
 });
 
 function show(state) {
   if (!body.isConnected) {
-    const head = h("tr", null, COLUMNS.map(([name, side]) => h(side ? `th.${side}` : "th", { scope: "col" }, name)));
+    const head = h("tr", null, COLUMNS.map(heading));
     table.replaceChildren(h("thead", null, head), body);
   }
   rows.show(state.pipelines, (pipeline) => pipeline.name);

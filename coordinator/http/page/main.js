@@ -38,7 +38,11 @@ function route() {
   if (feed.state) shown.view.update([]);
 }
 
-const PHASES = { ready: "ok", recovering: "bad", unreachable: "bad", draining: "warn", loading: "warn" };
+const RESTS = {
+  sleeping: "The pipeline sleeps: its stages have freed their memory. The next request wakes it and waits for that.",
+  waking: "The pipeline wakes: its stages load their layers again. Requests wait until then.",
+};
+const PHASES = { ready: "ok", recovering: "bad", unreachable: "bad", draining: "warn", loading: "warn", sleeping: "idle", waking: "warn" };
 
 function frame(fresh) {
   const phase = document.getElementById("phase");
@@ -67,6 +71,8 @@ function notice(state) {
     const stage = state.loss.stage === null ? null : state.stages[state.loss.stage];
     text = `${stage ? `Stage ${stage.index}${stage.name ? ` (${stage.name})` : ""}` : "A stage"} is lost: ${state.loss.why}. Running requests wait and go on when it is back.`;
     isError = true;
+  } else if (state && !frozen && state.phase in RESTS) {
+    text = RESTS[state.phase];
   } else if (state && !state.is_recording) {
     text = "The trace level is off: neither steps nor requests are remembered. Start with --trace-level summary to see them.";
   }

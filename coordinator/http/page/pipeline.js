@@ -1,9 +1,11 @@
 // The pipeline: figures over the last minutes, steps as they form, machines and links.
 
-import { Keyed, ago, bytes, count, fixed, h, heading, layers, mark, ms, none, percent, say, stageName, svg } from "./dom.js";
+import { Keyed, ago, bytes, count, fixed, frozen, h, heading, layers, mark, ms, none, percent, say, stageName, svg } from "./dom.js";
 import { feed } from "./feed.js";
 import { Timeline, describeStep } from "./timeline.js";
+import { showLog } from "./logs.js";
 import { requestRows } from "./requests.js";
+import { movePanel, showStageButton, stageButton } from "./steer.js";
 
 const SILENT_S = 2.5; // since a stage was heard, from which on it is marked
 
@@ -16,6 +18,7 @@ export function healthOf(stage, state) {
   // Once a stage is lost nobody asks the others either: their silence accuses none of them.
   const isAccused = state.phase === "ready" || (state.loss && state.loss.stage === null);
   if (isAccused && (stage.silent || word === "silent")) return ["bad", "silent"];
+  if (word === "sleeping") return ["idle", "sleeps"];
   if (["starting", "fetching", "loading"].includes(word)) return ["warn", progress(stage, word)];
   if (!stage.up) return state.phase === "ready" ? ["bad", "no answer"] : ["warn", "waits"];
   if (state.phase === "ready" && stage.last_heard_s > SILENT_S) return ["warn", `silent ${stage.last_heard_s.toFixed(0)} s`];
@@ -145,7 +148,14 @@ const MACHINES = [
   ["Queued", "n", "Rows that wait now"],
   ["Lanes", "n", "Streams and kept prefixes, of all that have room"],
   ["Heard", "n", "When the stage last answered"],
+  ["Actions", "act"],
 ];
+
+// What a stage without layers does, and how it is.
+const IDLE = {
+  spare: ["", "spare", "Takes over the layers of a stage that is drained, or lost for long"],
+  drained: ["", "drained", "Holds no layers until it is uncordoned"],
+};
 
 function machineRow() {
   const cells = MACHINES.map(([, kind]) => h(kind ? `td.${kind}` : "td"));
@@ -153,11 +163,44 @@ function machineRow() {
   const name = h("b.stage-name");
   const word = h("span.soft");
   cells[0].append(dot, name, " ", word);
+  const host = h("span.host");
+  cells[1].append(host);
   const bar = h("i");
   const meter = h("span.meter", { "aria-hidden": "true" }, bar);
   const busy = h("span.num");
   cells[4].append(meter, busy);
-  return { element: h("tr", null, cells), cells, dot, name, word, bar, busy };
+  const row = { element: h("tr", null, cells), cells, dot, name, host, word, bar, busy, stage: null };
+  row.act = stageButton(() => row.stage);
+  row.log = h("button.small", { type: "button", hidden: true, onclick: () => showLog(stageName(row.stage), row.stage.index) }, "Log");
+  cells.at(-1).append(row.log, row.act);
+  return row;
+}
+
+// A stage that holds no layers: a spare, a drained one, or one that is waited for.
+function showIdle(row, stage, state) {
+  row.stage = stage;
+  const isHere = stage.here !== false;
+  const [kind, word, meaning] = isHere && IDLE[stage.state] ? IDLE[stage.state] : ["warn", isHere ? stage.state : `${stage.state}, not here`, ""];
+  row.dot.className = `dot ${kind}`;
+  row.element.className = "idle-row";
+  say(row.name, stage.name);
+  say(row.word, word);
+  row.word.title = meaning || "";
+  showHost(row, hostText(stage) || "not here yet");
+  say(row.cells[2], none);
+  row.cells[4].replaceChildren();
+  showStageButton(row.act, stage, state);
+}
+
+function hostText(stage) {
+  const host = stage.host || {};
+  const relayed = host.is_relayed ? " · through the relay" : "";
+  return host.hostname ? `${host.hostname} · ${stage.address || host.address}${relayed}` : stage.address || "";
+}
+
+function showHost(row, text) {
+  say(row.host, text);
+  row.host.title = text;
 }
 
 function showMachine(row, stage, state) {
@@ -167,8 +210,8 @@ function showMachine(row, stage, state) {
   say(row.name, `${stage.index} ${stage.name || ""}`.trim());
   row.name.title = row.name.textContent;
   say(row.word, health === "ok" ? "" : word);
-  const host = stage.host || {};
-  say(row.cells[1], host.hostname ? `${host.hostname} · ${stage.address || host.address}` : stage.address || (health === "bad" ? "gone" : "not here yet"));
+  row.stage = stage;
+  showHost(row, hostText(stage) || (health === "bad" ? "gone" : "not here yet"));
   say(row.cells[2], layers(stage.layers));
   say(row.cells[3], memoryText(stage));
   row.bar.style.width = percent(stage.busy_share || 0, 1).replace(" ", "");
@@ -180,6 +223,9 @@ function showMachine(row, stage, state) {
   say(row.cells[9], count(stage.queued_rows));
   say(row.cells[10], stage.lanes_total ? `${stage.lanes_used + (stage.lanes_kept || 0)}/${stage.lanes_total}` : none);
   say(row.cells[11], ago(stage.last_heard_s));
+  row.log.hidden = Boolean(frozen);
+  row.log.setAttribute("aria-label", `Log of ${stageName(stage)}`);
+  showStageButton(row.act, stage, state);
 }
 
 function memoryText(stage) {
@@ -261,10 +307,11 @@ export function pipelineView() {
   const head = h("thead", null, h("tr", null, MACHINES.map(heading)));
   const machines = new Keyed(
     body,
-    (item) => (item.stage ? machineRow() : linkRow()),
-    (row, item) => (item.stage ? showMachine(row, item.stage, feed.state) : showLink(row, item.from, item.to)),
+    (item) => (item.stage || item.idle ? machineRow() : linkRow()),
+    (row, item) => (item.stage ? showMachine(row, item.stage, feed.state) : item.idle ? showIdle(row, item.idle, feed.state) : showLink(row, item.from, item.to)),
   );
   const entry = h("p");
+  const moving = movePanel();
   const stored = h("p", { title: "KV cells of prompts whose lane another stream has taken. A prompt that begins with one computes only the rest." });
   const requests = requestRows((id) => {
     location.hash = `#/requests/${encodeURIComponent(id)}`;
@@ -280,7 +327,9 @@ export function pipelineView() {
           pause)),
       h(".panel.time", null, lanes, canvas, inspect)),
     h("section", { "aria-label": "Machines and links" },
-      h(".head", null, h("h2", null, "Machines and links"), entry, stored),
+      h(".head", null, h("h2", null, "Machines and links"), entry, stored,
+        h(".tools", null, h("button", { type: "button", hidden: Boolean(frozen), onclick: () => showLog("the coordinator") }, "Coordinator's log"))),
+      moving.element,
       h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Table of machines" }, h("table", null, head, body))),
     h("section", { "aria-label": "Requests" },
       h(".head", null, h("h2", null, "Requests"), h("p", null, h("a", { href: "#/requests" }, "all of them"))),
@@ -303,7 +352,9 @@ export function pipelineView() {
       if (line.hasGrants !== knowsGrants) tellLegend();
       if (!line.isPaused && !line.picked && !line.hovered) describeStep(inspect, null);
       const items = state.stages.flatMap((stage, at) => [{ stage }, { from: stage, to: state.stages[at + 1] }]);
-      machines.show(items, (item) => (item.stage ? `s${item.stage.index}` : `l${item.from.index}`));
+      items.push(...(state.idle || []).map((idle) => ({ idle })));
+      moving.update(state);
+      machines.show(items, (item) => (item.stage ? `s${item.stage.index}` : item.idle ? `i${item.idle.name}` : `l${item.from.index}`));
       say(entry, linkText(state));
       say(stored, storedText(state));
       requests.update(state.requests, 12);
@@ -325,10 +376,14 @@ function storedText(state) {
   return `${count(prefixes)} stored ${prefixes === 1 ? "prefix" : "prefixes"} of ${count(tokens)} tokens${size} · ${count(restored)} restored so far`;
 }
 
+function batchesText(state) {
+  const { running, waiting, requests_done: done, requests_waiting: left } = state.batches || {};
+  return running || waiting ? `${running + waiting} ${running + waiting === 1 ? "batch" : "batches"}: ${count(done)} of ${count(done + left)} requests done` : "";
+}
+
 function linkText(state) {
   const { link, plan } = state;
-  const idle = (state.idle || []).length ? `without layers: ${state.idle.map((entry) => entry.name).join(", ")}` : "";
-  if (!state.running && !state.waiting) return ["no stream runs", idle].filter(Boolean).join(" · ");
+  if (!state.running && !state.waiting) return ["no stream runs", batchesText(state)].filter(Boolean).join(" · ");
   const groups = plan && plan.n_groups ? `${plan.n_groups} group${plan.n_groups === 1 ? "" : "s"} of up to ${plan.group_rows} row${plan.group_rows === 1 ? "" : "s"} under way` : "";
-  return [groups, link && link.window_bytes ? `${bytes(link.in_flight_bytes)} in flight to stage 0` : "", idle].filter(Boolean).join(" · ");
+  return [groups, link && link.window_bytes ? `${bytes(link.in_flight_bytes)} in flight to stage 0` : "", batchesText(state)].filter(Boolean).join(" · ");
 }

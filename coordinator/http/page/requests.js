@@ -1,7 +1,8 @@
 // Requests, and the life of one: its way through the stages, batch by batch.
 
-import { Keyed, ApiError, ask, colour, count, fitCanvas, fixed, forgetColours, h, heading, inkOn, ms, none, percent, say, sentence } from "./dom.js";
+import { Keyed, ApiError, ask, colour, count, fitCanvas, fixed, forgetColours, frozen, h, heading, inkOn, mark, ms, none, percent, say, sentence } from "./dom.js";
 import { feed } from "./feed.js";
+import { cancel, tracing } from "./steer.js";
 import { short } from "./timeline.js";
 
 const REFRESH_MS = 2000; // of a running request that is shown
@@ -10,15 +11,19 @@ const LANE = 34;
 const TOKENS_AROUND = 5; // on each side of an answer's middle, in what is enlarged at first
 
 const COLUMNS = [
-  ["Request", ""], ["State", ""], ["Prompt", "n"], ["Cached", "n"], ["Tokens", "n"], ["Drafts accepted", "n"], ["Queue", "n"], ["First token", "n"], ["tok/s", "n"], ["Took", "n"],
+  ["Request", ""], ["State", ""], ["Prompt", "n"], ["Cached", "n"], ["Tokens", "n"], ["Drafts accepted", "n"], ["Queue", "n"], ["First token", "n"], ["tok/s", "n"], ["Took", "n"], ["Actions", "act"],
 ];
-const NARROW_WITHOUT = [3, 5, 6];
+const ROOMY = [3, 5, 6]; // columns for a wide page
+
+const isEnded = (item) => ["done", "failed"].includes(item.state);
 
 // `wide`: with the columns that only a whole page has room for.
 export function requestRows(open, wide = true) {
   const body = h("tbody");
   const empty = h("p.empty.pad", null, "No request is remembered yet.");
-  const table = h("table", null, h("thead", null, h("tr", null, COLUMNS.map(([name, side], at) => h(side ? `th.${side}` : "th", { scope: "col", hidden: !wide && NARROW_WITHOUT.includes(at) }, name)))), body);
+  const table = h("table", null, h("thead", null, h("tr", null, COLUMNS.map(heading))), body);
+  const fold = (cells) => ROOMY.forEach((at) => (wide ? cells[at].classList.add("roomy") : (cells[at].hidden = true)));
+  fold(table.tHead.rows[0].cells);
   table.hidden = empty.hidden = true; // until something is known
   let selected = "";
   const rows = new Keyed(
@@ -28,18 +33,26 @@ export function requestRows(open, wide = true) {
       button.title = item.id;
       const cells = COLUMNS.map(([, side]) => h(side ? `td.${side}` : "td"));
       cells[0].append(button);
-      if (!wide) NARROW_WITHOUT.forEach((at) => (cells[at].hidden = true));
+      fold(cells);
       const element = h("tr.pick", { onclick: (event) => event.target === button || open(item.id) }, cells);
       const bar = h("i");
       const meter = h("span.meter", { "aria-hidden": "true", hidden: true }, bar);
       const dot = h("span.dot", { "aria-hidden": "true" });
       const word = h("span");
       cells[1].append(dot, word, " ", meter);
-      return { element, cells, dot, word, bar, meter };
+      const row = { element, cells, dot, word, bar, meter, item };
+      row.stop = h("button.small", { type: "button", hidden: true, "aria-label": `Cancel ${short(item.id)}`, onclick: (event) => {
+        event.stopPropagation();
+        cancel(row.item);
+      } }, "Cancel…");
+      cells.at(-1).append(row.stop);
+      return row;
     },
     (row, item) => {
       const { cells } = row;
-      const isRunning = !["done", "failed"].includes(item.state);
+      const isRunning = !isEnded(item);
+      row.item = item;
+      row.stop.hidden = !isRunning || Boolean(frozen);
       row.dot.className = `dot ${item.state === "failed" || item.state === "paused" ? "bad" : isRunning ? "ok" : ""}`;
       say(row.word, item.error ? item.error : item.choices > 1 ? `${item.state}, ${item.choices} choices` : item.state);
       row.meter.hidden = item.state !== "prefill";
@@ -61,6 +74,7 @@ export function requestRows(open, wide = true) {
       const items = requests.slice(0, most);
       table.hidden = !items.length;
       empty.hidden = Boolean(items.length);
+      mark(table, "no-acts", frozen || items.every(isEnded));
       rows.show(items, (item) => item.id);
     },
     select(id) {
@@ -84,10 +98,11 @@ export function requestsView() {
     if (input.value.trim()) location.hash = `#/requests/${encodeURIComponent(input.value.trim())}`;
   });
   const detail = h("div");
+  const traced = tracing();
   const life = new Life();
   const element = h("section", null,
     h(".split", null,
-      h("div", null, h(".head", null, h("h2", null, "Requests"), h(".tools", null, form)), list.element),
+      h("div", null, h(".head", null, h("h2", null, "Requests"), h(".tools", null, form)), list.element, traced.element),
       detail));
 
   async function load() {
@@ -126,6 +141,7 @@ export function requestsView() {
       if (!wanted && feed.state && feed.state.requests.length) wanted = feed.state.requests[0].id;
       list.select(wanted);
       load();
+      traced.look();
     },
     hide() {
       clearTimeout(timer);
@@ -166,7 +182,7 @@ const TIMES = [
   ["on the way back", ["back"], "4"],
   ["the coordinator", ["deciding", "taking"], "3"],
   ["waiting for its group", ["group"], "5"],
-  ["paused by a loss", ["paused"], "p"],
+  ["paused", ["paused"], "p"],
   ["not known", ["earlier", "rest"], "7"],
 ];
 
@@ -425,8 +441,8 @@ class Life {
     const [from, to] = this.window;
     const inside = this.bars.filter((bar) => bar.end_ms >= from && bar.at_ms <= to);
     const shown = inside.slice(0, ROWS_SHOWN);
-    const forgotten = this.shown.stages.some((stage) => stage.up && !(stage.batches || []).length) ? "; the stages have forgotten some of them" : "";
-    say(this.note, `${shown.length} of ${count(this.bars.length)}: those enlarged above${inside.length > shown.length ? ", the first of them" : ""}${forgotten}`);
+    const forgotten = this.shown.stages.some((stage) => stage.up && !(stage.batches || []).length) && this.shown.prefill_ms !== null ? "; the stages have forgotten some of them" : "";
+    say(this.note, !this.bars.length && !forgotten ? "none yet" : `${shown.length} of ${count(this.bars.length)}: those enlarged above${inside.length > shown.length ? ", the first of them" : ""}${forgotten}`);
     this.body.replaceChildren(...shown.map((bar) => {
       const off = bar.predicted_ms ? bar.decode_ms / bar.predicted_ms : 1;
       const rows = `${bar.own_rows} of ${bar.rows}${bar.padded_rows ? ` + ${bar.padded_rows}` : ""}`;

@@ -134,7 +134,7 @@ export class Timeline {
     for (const step of seen) {
       const pause = last ? step.start - last.t1 : 0;
       if (!last || pause > Math.max(FOLD * middle, 110 / this.base)) {
-        const label = skipped ? `${skipped} steps` : pause ? `${ms(pause / 1000)} idle` : "";
+        const label = skipped ? `${skipped} ${skipped === 1 ? "step" : "steps"}` : pause ? `${ms(pause / 1000)} idle` : "";
         skipped = 0;
         last = { t0: step.start, t1: step.end, label, steps: [], firstOfLook: look.number };
         this.stretches.push(last);
@@ -240,7 +240,7 @@ export class Timeline {
     pen.font = '13px system-ui, "Liberation Sans", sans-serif';
     pen.textAlign = "center";
     const text = isLate() || !feed.state ? "" : "No step yet. Send a request, or open Chat.";
-    pen.fillText(text, width / 2, (this.nStages * this.laneHeight) / 2 + 4);
+    pen.fillText(pen.measureText(text).width > width - 2 * GAP ? text.slice(0, text.indexOf(".") + 1) : text, width / 2, (this.nStages * this.laneHeight) / 2 + 4);
     pen.textAlign = "left";
   }
 
@@ -253,7 +253,7 @@ export class Timeline {
     pen.rotate(-Math.PI / 2);
     pen.textAlign = "center";
     pen.fillStyle = colour("soft");
-    pen.fillText(label === "" ? "" : label.endsWith("steps") ? `${label} not shown` : label, 0, 0, bottom - 6);
+    pen.fillText(label === "" ? "" : /steps?$/.test(label) ? `${label} not shown` : label, 0, 0, bottom - 6);
     pen.restore();
     pen.textAlign = "left";
   }

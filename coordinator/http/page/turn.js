@@ -2,7 +2,7 @@
 
 import { copyButton, h, say } from "./dom.js";
 import { feed } from "./feed.js";
-import { blobOf, thumbs } from "./attach.js";
+import { blobOf, partOf, thumbs } from "./attach.js";
 import { Prose } from "./prose.js";
 
 const KEPT = ["role", "text", "thought", "calls", "tokens", "numbers", "request"]; // of a turn, in what outlives a reload
@@ -55,7 +55,7 @@ export class Turn {
   get messages() {
     if (this.role === "user") {
       if (!this.images.length) return [{ role: "user", content: this.text }];
-      const parts = this.images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
+      const parts = this.images.map(partOf);
       if (this.text) parts.push({ type: "text", text: this.text });
       return [{ role: "user", content: parts }];
     }

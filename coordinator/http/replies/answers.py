@@ -10,6 +10,7 @@ from relayline.coordinator.http.replies.dialects import SoFar
 from relayline.coordinator.http.replies.job import Job
 from relayline.coordinator.http.replies.merge import Arrival, Merge
 from relayline.coordinator.http.replies.shapes import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
+from relayline.coordinator.observe.usage import Spent
 from relayline.wire.common.errors import InternalError
 
 
@@ -61,6 +62,12 @@ class Answers:
         )
         n_all = job.n_prompt_tokens + n_completion
         return Usage(job.n_prompt_tokens, n_completion, n_all, PromptTokensDetails(n_cached), details)
+
+    def spent(self) -> Spent:
+        """Return the tokens up to now, for the counts of its API key."""
+        usage = self.usage()
+        n_prompt = usage.prompt_tokens if usage.completion_tokens else 0
+        return Spent(n_prompt, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
 
     def so_far(self) -> SoFar:
         """Return an event's figures of the answers up to now."""

@@ -16,6 +16,7 @@ from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.choice import LOGPROB_MIN, FinishReason, Growth, Prompt, Scored, Speller
 from relayline.coordinator.http.replies.shapes import Timings, Usage
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN, PromptProgress, PromptScore
+from relayline.coordinator.sessions.tenants import ServiceTier
 from relayline.wire.common.errors import RelaylineError
 
 _TEXT_ALONE = Growth()[1:]  # the other fields of a growth that has a text alone
@@ -33,6 +34,7 @@ class Header:
     include_usage: bool  # events carry a `usage` field, null except in the last
     return_token_ids: bool
     n_prompt_logprobs: int = -1  # of each token of a prompt, as vLLM shows them; below 0: none
+    service_tier: ServiceTier | UnsetType = UNSET  # where it was asked for
 
 
 class SoFar(NamedTuple):
@@ -248,6 +250,7 @@ class ChatDialect(_ChoiceStream):
                 header.fingerprint,
                 [shapes.ChunkChoice(index, shapes.Delta())],
                 None if header.include_usage else UNSET,
+                service_tier=header.service_tier,
                 prompt_progress=shapes.PromptProgress.of(progress, time_ms),
             )
         )
@@ -281,6 +284,7 @@ class ChatDialect(_ChoiceStream):
             written,
             usage,
             timings=self.so_far().timings,
+            service_tier=header.service_tier,
             prompt_token_ids=_prompt_ids(header, choices[0][0].prompt),
             prompt_logprobs=_prompt_logprobs(header, self._speller, choices[0][0]),
         )
@@ -299,6 +303,7 @@ class ChatDialect(_ChoiceStream):
             choices,
             shown,
             timings=so_far.timings,
+            service_tier=header.service_tier,
             prompt_token_ids=_prompt_ids(header, prompt),
         )
         return shapes.encode(body)

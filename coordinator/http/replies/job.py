@@ -14,6 +14,7 @@ from relayline.coordinator.http.requests.validation import Plan, check_tokens, f
 from relayline.coordinator.http.workers.prepared import Prepared, unpacked
 from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
 from relayline.coordinator.sessions.request_log import RequestRecord
+from relayline.coordinator.sessions.tenants import ANYONE
 
 YIELD_BYTES = 64 * 1024  # of a packed prompt: a fraction of a millisecond
 
@@ -37,6 +38,10 @@ class Job:
     def prompt_of(self, choice: int) -> Prompt:
         """Return the prompt that a choice continues."""
         return self.prompts[choice // self.plan.n]
+
+    def continued(self, said: Sequence[int]) -> Job:
+        """Return the same job of one choice, whose answer begins with these tokens."""
+        return dataclasses.replace(self, requests=(dataclasses.replace(self.requests[0], said=tuple(said)),))
 
     def note(self, choice: int, state: ChoiceState) -> None:
         """Tell telemetry how far a choice has come as its client sees it."""
@@ -110,6 +115,8 @@ def make_job(
                     wants_progress=plan.shows_progress,
                     adapter=service.limits.adapter_of(header.model),
                     images=prompt.images,
+                    tenant=record.tenant if record is not None else ANYONE,
+                    turn=plan.turn,
                 )
             )
     return Job(header, plan, tuple(prompts), tuple(requests), record, form)

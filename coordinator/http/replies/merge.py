@@ -148,6 +148,8 @@ class Merge:
 
     def drop(self, index: int) -> None:
         """Stop reading stream `index` and close it now. Events that it already gave may still arrive."""
+        if not self._streams:  # all that comes was said before
+            return
         stream = self._streams[index]
         if _forwards(stream):
             stream.leave()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from relayline.coordinator.http.edge.clients import BATCH
 from relayline.coordinator.http.edge.record import OPERATIONS, RECORD
 from relayline.coordinator.http.replies.choice import Growth
 from relayline.coordinator.http.requests.validation import Plan
@@ -60,6 +61,8 @@ def _operation(request: web.Request, record: RequestRecord) -> dict[str, Attribu
         names.GEN_AI_REQUEST_MODEL: record.model,
         names.GEN_AI_RESPONSE_MODEL: record.model,
         names.URL_SCHEME: request.scheme,
+        **({names.ATTR_API_KEY_NAME: record.tenant.name} if record.tenant.name else {}),
+        **({names.ATTR_REQUEST_BATCH: request[BATCH]} if BATCH in request else {}),
         **_addresses(request),
     }
 
@@ -86,13 +89,13 @@ def wants_content(observer: Observer, request: web.Request) -> bool:
 
 def note_input(request: web.Request, messages: str) -> None:
     """Record the prompt itself, as JSON of messages."""
-    _set(request, names.GEN_AI_INPUT_MESSAGES, messages)
+    _set(request[RECORD], names.GEN_AI_INPUT_MESSAGES, messages)
 
 
-def note_output(request: web.Request, choices: Sequence[Growth]) -> None:
+def note_output(record: RequestRecord, choices: Sequence[Growth]) -> None:
     """Record the answer: what each choice said in all, thought, and called."""
     messages = [{"role": "assistant", "parts": _parts(whole)} for whole in choices]
-    _set(request, names.GEN_AI_OUTPUT_MESSAGES, json.dumps(messages))
+    _set(record, names.GEN_AI_OUTPUT_MESSAGES, json.dumps(messages))
 
 
 def _parts(whole: Growth) -> list[dict[str, str]]:
@@ -105,10 +108,9 @@ def _parts(whole: Growth) -> list[dict[str, str]]:
     return parts
 
 
-def _set(request: web.Request, name: str, messages: str) -> None:
-    span = request[RECORD].span
-    if span is not None:
-        span.set_attribute(name, messages)
+def _set(record: RequestRecord, name: str, messages: str) -> None:
+    if record.span is not None:
+        record.span.set_attribute(name, messages)
 
 
 def _addresses(request: web.Request) -> dict[str, AttributeValue]:

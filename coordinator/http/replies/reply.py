@@ -9,6 +9,8 @@ from aiohttp import web
 
 from relayline.coordinator.http.edge.body import Request
 from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.record import RECORD
+from relayline.coordinator.http.edge.sse import SSE, StreamForm
 from relayline.coordinator.http.replies.answers import Answers, sum_of
 from relayline.coordinator.http.replies.choice import Growth
 from relayline.coordinator.http.replies.dialects import Dialect, OpenAIStream
@@ -16,15 +18,24 @@ from relayline.coordinator.http.replies.job import Job, open_streams
 from relayline.coordinator.http.replies.merge import Arrival, Merge
 from relayline.coordinator.http.replies.observe import note_output, wants_content
 from relayline.coordinator.http.replies.service import Service
+from relayline.coordinator.http.replies.spending import Spending
 from relayline.coordinator.http.replies.streaming import Streaming
 
 # Longer answers are written elsewhere than on the event loop: 6,400 tokens with 5 alternatives each take 100 ms.
 WRITTEN_INLINE_TOKENS_MAX = 512
 
 
-async def run(request: web.Request, service: Service, job: Job, dialect: Dialect) -> web.StreamResponse:
-    """Admit the job and answer it in the form that it asks for. Raises the refusal, before any byte is sent."""
+async def run(
+    request: web.Request, service: Service, job: Job, dialect: Dialect, form: StreamForm = SSE
+) -> web.StreamResponse:
+    """Admit the job and answer it in the form that it asks for. Raises the refusal, before any byte is sent.
+
+    `form` is that of a stream.
+    """
+    spending = Spending(request, service.observer)
+    spending.check(job.n_prompt_tokens)
     streams = await open_streams(service.generator, job)
+    spending.begun(job.n_prompt_tokens)
     if isinstance(request, Request):
         request.body_done()  # all that it says is in the job
     begun_ns = time.monotonic_ns()
@@ -34,9 +45,12 @@ async def run(request: web.Request, service: Service, job: Job, dialect: Dialect
             dialect.begun_ns = begun_ns
             if job.plan.continuous_usage or job.plan.shows_timings:
                 dialect.so_far = answers.so_far
-        if job.plan.stream:
-            return await Streaming(request, service, dialect, merge, answers).run()
-        return await _collect(request, service, dialect, merge, answers)
+        try:
+            if job.plan.stream:
+                return await Streaming(request, service, dialect, merge, answers, form).run()
+            return await _collect(request, service, dialect, merge, answers)
+        finally:
+            spending.ended(answers.spent())
 
 
 async def _collect(
@@ -59,7 +73,7 @@ async def _collect(
         for index, parts in enumerate(grown)
     ]
     if wants_content(service.observer, request):
-        note_output(request, [whole for whole, _ in choices])
+        note_output(request[RECORD], [whole for whole, _ in choices])
     usage = answers.usage()
     n_scored = sum(len(whole.prompt_scores) for whole, _ in choices)
     if usage.completion_tokens + n_scored <= WRITTEN_INLINE_TOKENS_MAX:

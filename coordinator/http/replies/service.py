@@ -15,13 +15,14 @@ from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.http.edge.clients import client_of
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.replies.choice import Speller
-from relayline.coordinator.http.replies.images import Images
+from relayline.coordinator.http.replies.media import Media
 from relayline.coordinator.http.replies.observe import note_grammar, wants_content
 from relayline.coordinator.http.requests.validation import Plan
 from relayline.coordinator.http.workers.body_pool import BodyPool, find_style
 from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting_of, unpacked
 from relayline.coordinator.http.workers.preparing import as_sent
-from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.media.encoder import Encoder
+from relayline.coordinator.media.parts import TEXT_ALONE, Takes
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.text.chat import ChatTemplate
@@ -30,7 +31,17 @@ from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.common.versions import version_of
 
-OtherForm = Literal["responses", "messages", "counted", "llama", "infill", "embeddings"]
+OtherForm = Literal[
+    "responses",
+    "messages",
+    "counted",
+    "transcriptions",
+    "ollama_chat",
+    "ollama_generate",
+    "llama",
+    "infill",
+    "embeddings",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat: ChatTemplate
     encoder: Encoder | None = None
-    """Encodes images, and has been started; None: chats are text alone."""
+    """Encodes images and audio, and has been started; None: chats are text alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,8 +72,13 @@ class Service:
     limits: HttpLimits
     observer: Observer
     pool: BodyPool
-    images: Images | None = None  # of a model with a projector
+    media: Media | None = None  # of a model with a projector
     template_fault: str = ""  # why the chat template cannot be used, or empty
+
+    @property
+    def takes(self) -> Takes:
+        """What chats may hold besides text."""
+        return TEXT_ALONE if self.media is None else self.media.takes
 
     async def prepared(self, route: Literal["completions", "chat"], request: web.Request, *, content: bool) -> Prepared:
         """Return a body after reading, checking and tokenising by a worker.
@@ -72,41 +88,48 @@ class Service:
         asked = Asked(route, self.generator.ctx_tokens, random_seed(), content)
         raw = await request.read()
         answer = await self.pool.ask(client_of(request), asked, raw)
-        return await self._with_images(request, msgspec.msgpack.decode(answer, type=Prepared))
+        return await self._with_media(request, msgspec.msgpack.decode(answer, type=Prepared))
 
-    async def _with_images(self, request: web.Request, prepared: Prepared) -> Prepared:
-        """Put its images into the prompt of a chat. Raises InvalidRequestError, OverloadedError, InternalError."""
-        if self.images is None or not prepared.pictures:
+    async def _with_media(self, request: web.Request, prepared: Prepared) -> Prepared:
+        """Put its media into the prompt of a chat. Raises InvalidRequestError, OverloadedError, InternalError."""
+        if self.media is None or not prepared.media:
             return prepared
         if not self.generator.ctx_tokens:
             self.generator.check_ready()  # encoding would be for nothing
         tokens, ctx_tokens = unpacked(prepared.prompts[0]), self.generator.ctx_tokens or CTX_TOKENS_MAX
-        filled = await self.images.fill(client_of(request), tokens, prepared.pictures, ctx_tokens)
-        prepared.prompts, prepared.pictures = [filled.tokens.tobytes()], []
+        filled = await self.media.fill(client_of(request), tokens, prepared.media, ctx_tokens)
+        prepared.prompts, prepared.media = [filled.tokens.tobytes()], []
         prepared.rows = filled.images
         return prepared
 
     async def n_counted(self, request: web.Request, prepared: Prepared) -> int:
-        """Return how many tokens a prompt has that is only counted: its images are not encoded."""
+        """Return how many tokens a prompt has that is only counted: its images and audio are not encoded."""
         n_tokens = prepared.n_tokens
-        if self.images is not None and prepared.pictures:
-            n_tokens += await self.images.count(client_of(request), prepared.pictures) - len(prepared.pictures)
+        if self.media is not None and prepared.media:
+            n_tokens += await self.media.count(client_of(request), prepared.media) - len(prepared.media)
         return n_tokens
 
     async def read_in(
-        self, route: OtherForm, request: web.Request, raw: bytes, n_context: int = 0, *, is_counted: bool = False
+        self,
+        route: OtherForm,
+        request: web.Request,
+        raw: bytes,
+        n_context: int = 0,
+        *,
+        is_counted: bool = False,
+        seed: int | None = None,
     ) -> Prepared:
         """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
-        refers to. The images of one that `is_counted` are left as they are.
+        refers to. The media of one that `is_counted` are left as they are. `seed`: if the body has none; else any.
         """
         is_counted |= route == "counted"
         content = wants_content(self.observer, request)
         # A text that is only counted may be longer than any stream.
         ctx_tokens = 0 if route == "counted" else self.generator.ctx_tokens
-        asked = Asked(route, ctx_tokens, random_seed(), content, n_context)
+        asked = Asked(route, ctx_tokens, random_seed() if seed is None else seed, content, n_context)
         prepared = msgspec.msgpack.decode(await self.pool.ask(client_of(request), asked, raw), type=Prepared)
         try:
-            return prepared if is_counted else await self._with_images(request, prepared)
+            return prepared if is_counted else await self._with_media(request, prepared)
         except InvalidRequestError as error:
             raise as_sent(route, error) from None
 
@@ -137,7 +160,7 @@ def random_seed() -> int:
 def make_service(generator: Generator, model: ServedModel, limits: HttpLimits, observer: Observer) -> Service:
     """Return the parts that the handlers of one application share."""
     tokenizer, encoder = model.tokenizer, model.encoder
-    setting = setting_of(model.model_id, limits, model.chat, has_images=encoder is not None)
+    setting = setting_of(model.model_id, limits, model.chat, TEXT_ALONE if encoder is None else encoder.takes)
     style = setting.style = find_style(setting, tokenizer.path)
     return Service(
         generator=generator,
@@ -150,7 +173,7 @@ def make_service(generator: Generator, model: ServedModel, limits: HttpLimits, o
         limits=limits,
         observer=observer,
         pool=BodyPool(setting, tokenizer),
-        images=Images(encoder) if encoder is not None else None,
+        media=Media(encoder) if encoder is not None else None,
         template_fault=style.fault,
     )
 

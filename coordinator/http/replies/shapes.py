@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from relayline.coordinator.http.replies.choice import FinishReason
 from relayline.coordinator.sessions import generation
+from relayline.coordinator.sessions.tenants import ServiceTier
 
 encode = msgspec.json.Encoder().encode
 
@@ -209,6 +210,7 @@ class ChatChunk(Struct):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    service_tier: ServiceTier | UnsetType = UNSET  # where the request named one
     timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first event
     prompt_progress: PromptProgress | UnsetType = UNSET  # with `return_progress`
@@ -244,6 +246,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    service_tier: ServiceTier | UnsetType = UNSET  # where the request named one
     timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -259,7 +262,7 @@ class ModelMeta(Struct):
 class ModelArchitecture(Struct):
     """Further inputs of a model with a projector, in the form of OpenRouter and llama-server."""
 
-    input_modalities: tuple[str, ...] = ("text", "image")
+    input_modalities: tuple[str, ...]  # text, and image and audio as far as they are taken
     output_modalities: tuple[str, ...] = ("text",)
 
 

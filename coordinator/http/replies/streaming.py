@@ -13,8 +13,8 @@ import time
 from aiohttp import web
 
 from relayline.coordinator.http.edge.middleware import request_id
-from relayline.coordinator.http.edge.record import note_failure, note_whole
-from relayline.coordinator.http.edge.sse import EventWriter
+from relayline.coordinator.http.edge.record import RECORD, note_failure, note_whole
+from relayline.coordinator.http.edge.sse import SSE, EventWriter, StreamForm
 from relayline.coordinator.http.replies.answers import Answers, sum_of
 from relayline.coordinator.http.replies.choice import Growth
 from relayline.coordinator.http.replies.dialects import Dialect, OpenAIStream
@@ -30,12 +30,18 @@ class Streaming:
     """Streams one answer; `run` once."""
 
     def __init__(
-        self, request: web.Request, service: Service, dialect: Dialect, merge: Merge, answers: Answers
+        self,
+        request: web.Request,
+        service: Service,
+        dialect: Dialect,
+        merge: Merge,
+        answers: Answers,
+        form: StreamForm = SSE,
     ) -> None:
         self._request, self._service, self._dialect = request, service, dialect
         self._merge, self._answers = merge, answers
         limits = service.limits
-        self._writer = EventWriter(request, limits.write_timeout_s, limits.ping_interval_s, dialect.frame)
+        self._writer = EventWriter(request, limits.write_timeout_s, limits.ping_interval_s, dialect.frame, form)
         self._events: list[bytes] = []  # that have not been written
         self._is_over = False  # no event follows these
         self._is_whole = True
@@ -61,7 +67,7 @@ class Streaming:
             else:
                 await self._merge.pass_on(self._take, left_s)
         if self._grown is not None:
-            note_output(self._request, [sum_of(parts) for parts in self._grown])
+            note_output(self._request[RECORD], [sum_of(parts) for parts in self._grown])
         if self._is_whole:
             await writer.finish(self._events)
             note_whole(self._request)

@@ -22,6 +22,7 @@ from relayline.wire.common.bounds import (
 )
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.common.sampler_fields import HTTP_FIELDS
+from relayline.wire.model_files.adapter_texts import ADAPTERS_MAX
 
 MESSAGES_MAX = 16_384  # of one chat; each is some tokens of a prompt
 PARTS_MAX = 16_384  # of one message
@@ -91,6 +92,13 @@ else:
     _Sampler = msgspec.defstruct("_Sampler", [(name, float | None, None) for name in HTTP_FIELDS], kw_only=True)
 
 
+class LoraScale(Struct, kw_only=True):
+    """One entry of `lora`."""
+
+    id: int
+    scale: float = 0.0
+
+
 class GenerationBody(_Sampler, kw_only=True):
     """The fields that both generating routes share. None means absent, as in OpenAI's own schema."""
 
@@ -145,12 +153,14 @@ class GenerationBody(_Sampler, kw_only=True):
     add_special_tokens: bool | None = None
     chat_template: Any = None
     grammar_lazy: Any = None
-    lora: Any = None
+    lora: Annotated[list[LoraScale], Meta(max_length=ADAPTERS_MAX)] | None = None  # as llama-server has it
     web_search_options: Any = None
     t_max_predict_ms: Any = None
     prompt_logprobs: LogprobCount | None = None  # as vLLM has it
     timings_per_token: bool | None = None  # as llama-server has it, like the next
     return_progress: bool | None = None
+    priority: int | None = None  # as vLLM has it: in the sender's own line, smaller ones go first
+    service_tier: str | None = None  # OpenAI's, for the same
     n_predict: Annotated[int, Meta(ge=-2)] | None = None  # llama-server's max_tokens
     tools: list[Any] | None = None
     functions: list[Any] | None = None
@@ -225,6 +235,7 @@ class TelemetryBody(Struct, forbid_unknown_fields=True):
 
     level: str | None = None
     sample_ratio: float | None = None
+    for_s: float | None = None  # how long the level holds; then the one before it comes back
 
 
 class LayersBody(Struct, forbid_unknown_fields=True):
@@ -237,6 +248,14 @@ class DrainBody(Struct, forbid_unknown_fields=True):
     """Body of PUT /v1/pipeline/stages/NAME: whether the stage is to hold no layers."""
 
     drained: bool
+
+
+class InviteBody(Struct, forbid_unknown_fields=True):
+    """Body of POST /v1/pipeline/invitations: who may join, from where, and whether as a spare."""
+
+    name: str
+    host: str = ""
+    spare: bool = False
 
 
 class NewStageBody(Struct, forbid_unknown_fields=True):

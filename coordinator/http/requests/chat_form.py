@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import cast
 
 from relayline.coordinator.answers.custom_calls import CustomCallReader
@@ -17,7 +18,7 @@ from relayline.coordinator.answers.grammar import (
     weaker,
 )
 from relayline.coordinator.answers.harmony import HarmonyReader, harmony_answer_grammar, harmony_calls_grammar
-from relayline.coordinator.answers.reader import AnswerReader, CallReading, Reader
+from relayline.coordinator.answers.reader import AnswerReader, CallReading, Reader, random_call_id
 from relayline.coordinator.answers.syntax import Thinking
 from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.http.requests.structure import check_size, fault_of, grammar_of, in_a_line
@@ -37,6 +38,7 @@ class ChatForm:
     offered: Offered | None
     splits_reasoning: bool
     is_thinking: bool  # the prompt has begun the model's thoughts
+    new_call_id: Callable[[], str] = random_call_id
 
     @property
     def thinking(self) -> Thinking | None:
@@ -56,6 +58,7 @@ class ChatForm:
                 types=offered.types,
                 is_parallel=self.is_parallel(offered),
                 is_required=offered.is_required,
+                new_id=self.new_call_id,
             )
         reader: Reader
         if self.conversation.is_harmony:

@@ -14,6 +14,8 @@ from relayline.coordinator.http.requests.bodies import ChatBody, CompletionBody,
 from relayline.coordinator.http.requests.structure import Shape, shape_of
 from relayline.coordinator.http.requests.tools import Offered, check_calls, offered_by
 from relayline.coordinator.sessions.generation import SamplingParams
+from relayline.coordinator.sessions.model_names import without_latest
+from relayline.coordinator.sessions.tenants import ServiceTier, tier_of, turn_of
 from relayline.wire.common.bounds import BIAS_MAX, GRAMMAR_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
@@ -37,7 +39,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "chat_template": (),
     "grammar_lazy": (),
-    "lora": (),
     "t_max_predict_ms": (-1,),
 }
 _REMEDIES = {"functions": "send tools", "function_call": "send tool_choice"}  # where another field does the same
@@ -83,6 +84,8 @@ class Plan:
     continuous_usage: bool = False  # each event of a stream carries the usage so far
     shows_timings: bool = False
     shows_progress: bool = False  # of the prompt, in a stream
+    service_tier: ServiceTier | None = None  # that it is served as; None: the client did not ask
+    turn: int = 0  # in its sender's line, see `turn_of`
 
     @property
     def scores_prompt(self) -> bool:
@@ -249,8 +252,9 @@ def nanoseconds(text: str, param: str) -> int:
 
 def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
     """Return the name to answer under. No name at all means the one model there is. Raises ModelNotFoundError."""
-    if not name or name == model_id:
+    if not name or model_id in (name, without_latest(name)):
         return model_id
+    name = without_latest(name)
     if limits.any_model_name or name in limits.model_aliases or name in limits.adapters:
         return name
     served = ", ".join(map(repr, (model_id, *limits.adapters)))
@@ -278,19 +282,7 @@ def _plan(
     _check_together(body, shape, max_tokens)
     biases, bias_texts = _biases(body.logit_bias or {})
     n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
-    sampling = SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        seed=(random_seed if body.seed in (None, -1) else body.seed) % _U64,
-        n_logprobs=max(n_logprobs, n_prompt_logprobs),
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        logit_bias=biases,
-        numbers=_numbers(body),
-        allowed_tokens=tuple(sorted(set(body.allowed_token_ids or ()))),
-    )
+    sampling = _sampling(body, biases, max(n_logprobs, n_prompt_logprobs), random_seed)
     return Plan(
         n=n,
         max_tokens=max_tokens,
@@ -316,6 +308,27 @@ def _plan(
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         shows_timings=bool(body.timings_per_token),
         shows_progress=bool(body.return_progress and body.stream),
+        service_tier=(tier := tier_of(body.service_tier)),
+        turn=turn_of(body.priority or 0, tier),
+    )
+
+
+def _sampling(
+    body: GenerationBody, biases: tuple[tuple[int, float], ...], n_logprobs: int, random_seed: int
+) -> SamplingParams:
+    """Return how tokens are picked; what the client left out has its usual value."""
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=(random_seed if body.seed in (None, -1) else body.seed) % _U64,
+        n_logprobs=n_logprobs,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=biases,
+        numbers=_numbers(body),
+        allowed_tokens=tuple(sorted(set(body.allowed_token_ids or ()))),
     )
 
 

@@ -23,6 +23,7 @@ from relayline.coordinator.http.requests.inner_form import (
     with_system,
 )
 from relayline.coordinator.http.responses.bodies import ResponsesBody, check_served, is_hosted
+from relayline.coordinator.sessions.tenants import tier_of
 from relayline.coordinator.text.places import PLACE
 from relayline.wire.common.errors import InvalidRequestError
 
@@ -59,6 +60,7 @@ class AnswerOptions(Struct):
     echo: bytes  # JSON object
     input_items: list[tuple[str, bytes]]  # (id, JSON)
     store: bool
+    background: bool
     previous_response_id: str | None
     namespaced: dict[str, tuple[str, str]]  # the name that the model sees of a tool in a name space -> both names
 
@@ -107,6 +109,7 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
         _echo(body, left_out).encode("utf-8", "replace"),
         [(item["id"], as_json(item).encode("utf-8", "replace")) for item in _with_ids(items)],
         body.store is not False,
+        body.background is True,
         body.previous_response_id,
         namespaced,
     )
@@ -146,6 +149,7 @@ def _with_ids(items: Sequence[Fields]) -> list[Fields]:
 def _fields(body: ResponsesBody, tools: list[Fields], tool_choice: Any) -> Fields:
     fields: Fields = {
         "model": body.model,
+        "service_tier": body.service_tier,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "max_tokens": body.max_output_tokens,
@@ -302,12 +306,14 @@ def _result(item: Mapping[str, Any], where: str) -> Fields:
 
 
 def _content(content: Any, where: str) -> str | list[Fields]:
-    """Return a content as a chat has it: one text, or parts where there is an image among them."""
-    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+    """Return a content as a chat has it: one text, or parts where there is an image or audio among them."""
+    if not isinstance(content, list) or not any(_media_kind(part) for part in content):
         return _text(content, where)
 
     def part_of(part: Mapping[str, Any], at: str) -> Fields:
-        if not _is_image(part):
+        if _media_kind(part) == "input_audio":
+            return {"type": "input_audio", "input_audio": part.get("input_audio"), PLACE: f"{at}.input_audio"}
+        if not _media_kind(part):
             return {"type": "text", "text": _text([part], where)}
         if part.get("image_url") is None:
             raise InvalidRequestError.of_field(at, "send the image itself, as image_url with a data: address")
@@ -316,8 +322,10 @@ def _content(content: Any, where: str) -> str | list[Fields]:
     return each_checked(content, where, part_of)
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "input_image"
+def _media_kind(part: Any) -> str:
+    """Return the type of a part that is an image or audio; empty for others."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind if kind in ("input_image", "input_audio") else ""
 
 
 def _text(content: Any, where: str) -> str:
@@ -351,7 +359,7 @@ def _echo(body: ResponsesBody, left_out: Sequence[str]) -> str:
     """
     reasoning, text = body.reasoning, body.text
     echo = {
-        "background": False,
+        "background": body.background is True,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -362,7 +370,7 @@ def _echo(body: ResponsesBody, left_out: Sequence[str]) -> str:
             "effort": reasoning.effort if reasoning else None,
             "summary": reasoning.summary if reasoning else None,
         },
-        "service_tier": "default",
+        "service_tier": tier_of(body.service_tier) or "default",
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {

@@ -52,9 +52,10 @@ class ResponsesBody(Struct, kw_only=True):
     top_logprobs: LogprobCount | None = None
     top_p: Share | None = None
     user: str | None = None
+    service_tier: str | None = None
     include: list[str] | None = None
+    background: bool | None = None
     # Not served; see NEUTRAL.
-    background: Any = None
     conversation: Any = None
     prompt: Any = None
     truncation: Any = None
@@ -64,7 +65,6 @@ class ResponsesBody(Struct, kw_only=True):
 
 # Fields that are not served -> values without effect, and the client's alternative.
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "background": ((False,), "answers come only while the request is open; send false"),
     "conversation": ((), "use previous_response_id, or send all items as input"),
     "prompt": ((), "stored prompts are not served here; send instructions and input"),
     "truncation": (("disabled", "auto"), "send disabled or auto; an input that is too long is refused either way"),
@@ -79,6 +79,8 @@ def check_served(body: ResponsesBody) -> None:
         value = getattr(body, param)
         if value is not None and value not in neutral:
             raise InvalidRequestError.of_field(param, f"not supported by this server; {remedy}")
+    if body.background and body.store is False:
+        raise InvalidRequestError.of_field("store", "a background response has to be stored; leave it out")
 
 
 # Tools that run at OpenAI, or whose calls only its own models make. Some have a date at their end.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from relayline.coordinator.answers.reader import CALL_ID_CHARS
 from relayline.coordinator.http.edge.errors import error_body
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt, Scored, Speller
@@ -18,6 +21,7 @@ from relayline.coordinator.http.responses.asking import AnswerOptions
 from relayline.wire.common.errors import RelaylineError
 
 Item = dict[str, Any]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 Logprobs = Callable[[Sequence[Scored]], list[shapes.TokenLogprob]]
 
 # Of calls of functions, and of custom tools: the item's type, what it is filled with, and the events that fill it.
@@ -26,20 +30,33 @@ _CALLS = (
     ("custom_tool_call", "input", "custom_tool_call_input"),
 )
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+ID_CHARS = 48
 _INCOMPLETE = {"reason": "max_output_tokens"}
 
 
 def new_id(prefix: str) -> str:
     """Return an id that cannot be guessed."""
-    return f"{prefix}_{secrets.token_hex(24)}"
+    return f"{prefix}_{secrets.token_hex(ID_CHARS // 2)}"
+
+
+def _part_id(response_id: str, part: str) -> str:
+    """Return what names a part of a response: always the same, and no easier to guess than the response's own id."""
+    return hashlib.sha256(f"{response_id} {part}".encode()).hexdigest()[:ID_CHARS]
+
+
+def call_ids_of(response_id: str) -> Callable[[], str]:
+    """Return what gives the calls of a response their ids, one after the other."""
+    numbers = itertools.count()
+    return lambda: _part_id(response_id, f"call {next(numbers)}")[:CALL_ID_CHARS]
 
 
 class OutputItems:
     """The output of one response as it grows: items; the last one may be open. Methods return the events."""
 
-    def __init__(self, logprobs: Logprobs, namespaced: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, response_id: str, logprobs: Logprobs, namespaced: Mapping[str, tuple[str, str]]) -> None:
         """`namespaced`: the names that the model sees of tools in name spaces -> (name space, name)."""
         self.items: list[Item] = []
+        self._response_id = response_id
         self._namespaced = namespaced
         self._n_events = 0
         self._logprobs = logprobs
@@ -129,8 +146,8 @@ class OutputItems:
         return events
 
     def _begun(self, item: Item) -> list[bytes]:
-        prefix = _PREFIXES[item["type"]]
-        item = {"type": item["type"], "id": new_id(prefix), "status": "in_progress", **item}
+        name = f"{_PREFIXES[item['type']]}_{_part_id(self._response_id, f'item {len(self.items)}')}"
+        item = {"type": item["type"], "id": name, "status": "in_progress", **item}
         self._open, self._texts, self._scored = item["type"], [], []
         self.items.append(item)
         return [self.event("output_item.added", output_index=len(self.items) - 1, item=item)]
@@ -163,18 +180,19 @@ class ResponsesDialect:
         `keep` gets the body of a finished response, and its output.
         """
         self._header, self._speller, self._n_top, self._clock_s = header, speller, n_top, clock_s
-        self._echo, self._keep = options.echo, keep
-        self._output = OutputItems(self._logprobs, options.namespaced)
+        self._echo, self._keep, self._is_background = options.echo, keep, options.background
+        self._output = OutputItems(header.id, self._logprobs, options.namespaced)
         self._reason: FinishReason = "stop"
 
     def frame(self, event: bytes) -> bytes:
         """Return the event, whose lines have been written: a token may need several."""
         return event
 
-    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
+    def opening_event(self, index: int, prompt: Prompt) -> bytes:
         """Return the events that open a response."""
         body = self._body("in_progress", None)
-        return named_frames([self._whole(kind, body) for kind in ("created", "in_progress")])
+        kinds = ("in_progress",) if self._is_background else ("created", "in_progress")
+        return named_frames([self._whole(kind, body) for kind in kinds])
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the events for one token."""
@@ -187,9 +205,7 @@ class ResponsesDialect:
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event that carries the whole response."""
-        body = self._ended(usage)
-        kind = "incomplete" if self._reason == "length" else "completed"
-        return named_frames([self._whole(kind, body)])
+        return self.ended_event(self._ended(usage))
 
     def closing_events(self) -> Sequence[bytes]:
         """Return nothing: the whole response is the end."""
@@ -197,10 +213,7 @@ class ResponsesDialect:
 
     def failure_event(self, error: RelaylineError) -> bytes:
         """Return the events that end a response that failed."""
-        detail = error_body(error).error
-        code = "rate_limit_exceeded" if detail.type == "rate_limit_error" else "server_error"
-        body = self._body("failed", None, error={"code": code, "message": detail.message})
-        return named_frames([self._whole("failed", body)])
+        return self.failed_event(self.failed(error))
 
     def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
         """Return the whole response."""
@@ -209,15 +222,56 @@ class ResponsesDialect:
         self._output.finish(self._reason)
         return self._ended(usage)
 
+    @property
+    def items(self) -> Sequence[Item]:
+        """The output so far."""
+        return self._output.items
+
+    @property
+    def ending(self) -> Status:
+        """How a whole answer ends."""
+        return "incomplete" if self._reason == "length" else "completed"
+
+    def queued_events(self) -> bytes:
+        """Return the events of a background response that has been admitted."""
+        body = self._body("queued", None)
+        return named_frames([self._whole(kind, body) for kind in ("created", "queued")])
+
+    def ended_event(self, body: bytes) -> bytes:
+        """Return the event that ends a whole answer, of which `body` is the response."""
+        return named_frames([self._whole(self.ending, body)])
+
+    def close_open(self) -> bytes:
+        """Return the events that end the open item where the answer breaks off."""
+        return named_frames(self._output.close("incomplete"))
+
+    def state(self, status: Status, usage: Usage | None = None) -> bytes:
+        """Return the response as it is."""
+        return self._body(status, usage)
+
+    def failed_event(self, body: bytes) -> bytes:
+        """Return the event that ends an answer that failed, of which `body` is the response."""
+        return named_frames([self._whole("failed", body)])
+
+    def failed(self, error: RelaylineError, output: Sequence[Item] | None = None) -> bytes:
+        """Return a response that failed, with its own output unless another is given."""
+        detail = error_body(error).error
+        code = "rate_limit_exceeded" if detail.type == "rate_limit_error" else "server_error"
+        return self._body("failed", None, {"code": code, "message": detail.message}, output)
+
     def _whole(self, kind: str, body: bytes) -> bytes:
         return self._output.event(kind, response=msgspec.Raw(body))
 
     def _ended(self, usage: Usage) -> bytes:
-        body = self._body("incomplete" if self._reason == "length" else "completed", usage)
+        body = self._body(self.ending, usage)
         self._keep(body, self._output.items)
         return body
 
-    def _body(self, status: str, usage: Usage | None, error: Item | None = None) -> bytes:
+    def _body(
+        self, status: Status, usage: Usage | None, error: Item | None = None, output: Sequence[Item] | None = None
+    ) -> bytes:
+        if output is None:
+            output = [] if status in ("queued", "in_progress") else self._output.items
         header = self._header
         fields = {
             "id": header.id,
@@ -228,7 +282,7 @@ class ResponsesDialect:
             "error": error,
             "incomplete_details": _INCOMPLETE if status == "incomplete" else None,
             "model": header.model,
-            "output": [] if status == "in_progress" else self._output.items,
+            "output": output,
         }
         if usage is not None:
             fields["usage"] = _usage(usage)

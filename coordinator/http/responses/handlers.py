@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from relayline.coordinator.http.edge.clients import CLIENT, client_of
 from relayline.coordinator.http.edge.middleware import json_response
@@ -16,12 +16,18 @@ from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
-from relayline.coordinator.http.replies.service import Service
+from relayline.coordinator.http.replies.service import Service, random_seed
 from relayline.coordinator.http.requests.chat_form import ChatForm
 from relayline.coordinator.http.responses.asking import AnswerOptions, References
-from relayline.coordinator.http.responses.dialect import Item, ResponsesDialect, new_id
+from relayline.coordinator.http.responses.background import Background
+from relayline.coordinator.http.responses.dialect import Item, ResponsesDialect, call_ids_of, new_id
+from relayline.coordinator.http.responses.following import follow
+from relayline.coordinator.http.responses.orders import Sent
+from relayline.coordinator.http.responses.promising import promised_job
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
-from relayline.coordinator.http.workers.prepared import Asked, Prepared
+from relayline.coordinator.http.responses.waiting import AGAIN
+from relayline.coordinator.http.workers.prepared import Asked
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ResponseNotFoundError
 
 PAGE_ITEMS, PAGE_ITEMS_MAX = 20, 100  # of a list of items
@@ -31,37 +37,56 @@ _REFERRING = (b"previous_response_id", b"item_reference")  # a body without thes
 class ResponseHandlers(Handlers):
     """The handlers of /v1/responses in one application."""
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
+    def __init__(self, service: Service, store: ResponseStore, background: Background) -> None:
         super().__init__(service)
-        self._store = store
+        self._store, self._background = store, background
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         service = self._service
         self._check_taken(request)
-        prepared = await self._read(request)
+        again = request.get(AGAIN)
+        sent = await self._sent(request) if again is None or again.sent is None else again.sent
+        prepared = await service.read_in("responses", request, sent.raw, sent.n_context, seed=sent.seed)
         options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
+        promised = sent if options.background else None
+        del sent  # a long body
         plan = await service.shaped(prepared, request)
-        header = Header(new_id("resp"), int(time.time()), prepared.model, service.fingerprint, True, False)
-        form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
+        id, created = (new_id("resp"), int(time.time())) if again is None else (again.id, again.order.created)
+        header = Header(id, created, prepared.model, service.fingerprint, True, False)
+        splits, is_thinking = plan.splits_reasoning, prepared.is_thinking
+        form = ChatForm(service.conversation, plan.offered, splits, is_thinking, call_ids_of(id))
         job = await self._job(request, prepared, plan, header, "input", form)
         put = functools.partial(self._keep, asyncio.get_running_loop(), header.id, request.get(CLIENT, ""), options)
-        keep = put if options.store else _forget
+        keep = put if options.store and not options.background else _forget
         n_top = plan.n_logprobs
         dialect = ResponsesDialect(header, service.speller, n_top, options, lambda: int(time.time()), keep)
+        if promised is not None:
+            running = await promised_job(self._background, service, request, job, dialect, options, promised)
+            del promised
+            return await self._background.begin(request, running)
         return await run(request, service, job, dialect)
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens: how many tokens the prompt would have."""
-        prepared = await self._read(request, is_counted=True)
+        sent = await self._sent(request)
+        prepared = await self._service.read_in("responses", request, sent.raw, sent.n_context, is_counted=True)
         n_tokens = await self._service.n_counted(request, prepared)
         return json_response(b'{"object":"response.input_tokens","input_tokens":%d}' % n_tokens)
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/responses/{id}."""
-        if request.query.get("stream", "false") not in ("", "false"):
-            raise InvalidRequestError.of_field("stream", "a stored response is not streamed again; leave it out")
-        return json_response(self._found(request).body)
+        """GET /v1/responses/{id}; as a stream, the events of a background response after `starting_after`."""
+        found = self._found(request)
+        if request.method == hdrs.METH_HEAD or request.query.get("stream", "false") in ("", "false"):
+            return json_response(found.body)
+        if found.recording is None:
+            text = "only a background response that was asked for as a stream can be streamed again; leave it out"
+            raise InvalidRequestError.of_field("stream", text)
+        first = _starting_after(request) + 1
+        if found.recording.since(first, 0) is None:
+            text = f"events before {found.recording.n_dropped} are no longer kept; get the response without `stream`"
+            raise InvalidRequestError.of_field("starting_after", text)
+        return await follow(request, found.recording, first, self._service.limits)
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}/input_items: the items of its body, the last one first unless `order` is asc."""
@@ -82,35 +107,49 @@ class ResponseHandlers(Handlers):
         return json_response(shapes.encode(listed))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        """DELETE /v1/responses/{id}."""
+        """DELETE /v1/responses/{id}; one that runs is cancelled."""
         found = self._found(request)
+        running = self._background.get(found.id, found.owner)
+        if running is not None:
+            await self._background.cancel(running)
         self._store.delete(found.id, found.owner)
+        if self._background.keeper is not None:
+            await self._background.keeper.forget(found.id)
         return json_response(shapes.encode({"id": found.id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses/{id}/cancel: stored responses are finished, so there is nothing to cancel."""
-        self._found(request)
-        raise InvalidRequestError("only a background response can be cancelled; for another, close its connection")
+        """POST /v1/responses/{id}/cancel: of a background response. One that has ended stays as it is."""
+        found = self._found(request)
+        running = self._background.get(found.id, found.owner)
+        if running is not None:
+            await self._background.cancel(running)
+            found = self._found(request)
+        if not found.is_background:
+            raise InvalidRequestError("only a background response can be cancelled; for another, close its connection")
+        return json_response(found.body)
 
-    async def _read(self, request: web.Request, *, is_counted: bool = False) -> Prepared:
-        service, raw = self._service, await request.read()
+    async def _sent(self, request: web.Request) -> Sent:
+        """Return a body with the stored responses that it refers to before it."""
+        raw = await request.read()
         context = b""
         if any(word in raw for word in _REFERRING):
-            answer = await service.pool.ask(client_of(request), Asked("references"), raw)
+            answer = await self._service.pool.ask(client_of(request), Asked("references"), raw)
             context = self._context(msgspec.msgpack.decode(answer, type=References), request.get(CLIENT, ""))
-        sent = context + raw if context else raw
-        return await service.read_in("responses", request, sent, len(context), is_counted=is_counted)
+        return Sent(context + raw if context else raw, len(context), random_seed())
 
     def _context(self, wanted: References, owner: str) -> bytes:
         """Return the Context of a body as JSON: the stored responses that it refers to, joined."""
         previous_id = wanted.previous_response_id
         if previous_id is None and not wanted.item_ids:
             return b""
+        if previous_id is not None and self._background.get(previous_id, owner) is not None:
+            text = "the response is still in progress; wait for its end"
+            raise InvalidRequestError.of_field("previous_response_id", text)
         chain = [] if previous_id is None else self._store.chain(previous_id, owner)
         if isinstance(chain, str):
             text = f"the response {chain[:100]!r} is not stored here (any more); send all items as input"
             raise ResponseNotFoundError(f"previous_response_id: {text}", "previous_response_id")
-        if sum(stored.n_bytes for stored in chain) > self._service.limits.body_bytes_max:
+        if sum(stored.items_bytes for stored in chain) > self._service.limits.body_bytes_max:
             text = "the conversation is too long to go on with; send the items that matter as input"
             raise ContextLengthError(f"previous_response_id: {text}", "previous_response_id")
         history = [item for stored in chain for _, item in (*stored.input_items, *stored.output_items)]
@@ -118,8 +157,9 @@ class ResponseHandlers(Handlers):
         return b'{"history":[' + b",".join(history) + b'],"items":' + shapes.encode(items) + b"}"
 
     def _found(self, request: web.Request) -> Stored:
-        name = request.match_info["id"]
-        found = self._store.get(name, request.get(CLIENT, ""))
+        name, owner = request.match_info["id"], request.get(CLIENT, "")
+        running = self._background.get(name, owner)
+        found = self._store.get(name, owner) if running is None else running.as_stored()
         if found is None:
             raise ResponseNotFoundError(f"no response {name[:100]!r} is stored here")
         return found
@@ -140,6 +180,16 @@ class ResponseHandlers(Handlers):
 
 def _forget(_body: bytes, _output: Sequence[Item]) -> None:
     """Do not store a response."""
+
+
+def _starting_after(request: web.Request) -> int:
+    """Return the sequence number of the last event that the client has; -1 if none."""
+    text = request.query.get("starting_after", "")
+    if not text:
+        return -1
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(CTX_TOKENS_MAX)) + 2):
+        raise InvalidRequestError.of_field("starting_after", "must be the sequence number of an event")
+    return int(text)
 
 
 def _page_size(request: web.Request) -> int:

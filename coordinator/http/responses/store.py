@@ -1,4 +1,5 @@
-"""The responses that clients may continue: in memory, bounded by count and by bytes. Pure.
+"""The responses that clients may continue: in memory, bounded by count and by bytes. Pure. What keeps them over a
+restart is told of each change.
 
 A response holds its own input and output only; those before it are found by its `previous_id`. The least recently used
 one goes first; using a response uses everything before it.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
+from relayline.coordinator.http.responses.recording import Recording
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, STORED_RESPONSES_MAX
 
 ITEM_BYTES = 200  # what Python itself needs for one, about
@@ -17,7 +20,7 @@ ITEM_BYTES = 200  # what Python itself needs for one, about
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """One finished response."""
+    """One response; a finished one, unless it is shown while it runs."""
 
     id: str
     owner: str  # by the key that the client has shown; "" where none is demanded
@@ -25,11 +28,32 @@ class Stored:
     input_items: Sequence[tuple[str, bytes]]  # (id, JSON)
     output_items: Sequence[tuple[str, bytes]]
     previous_id: str | None
+    is_background: bool = False
+    recording: Recording | None = None  # of a background response that was asked for as a stream
 
     @property
     def n_bytes(self) -> int:
         """Its contents."""
-        return len(self.body) + sum(len(item) + ITEM_BYTES for _, item in (*self.input_items, *self.output_items))
+        n_events = 0 if self.recording is None else self.recording.n_bytes
+        return n_events + len(self.body) + self.items_bytes
+
+    @property
+    def items_bytes(self) -> int:
+        """Of these, what a response that continues it is made of."""
+        return sum(len(item) + ITEM_BYTES for _, item in (*self.input_items, *self.output_items))
+
+
+class Mirror(Protocol):
+    """Keeps the responses of a store elsewhere, too."""
+
+    def put(self, stored: Stored) -> None:
+        """Keep a response, in place of any of its id."""
+
+    def drop(self, id: str) -> None:
+        """Forget a response."""
+
+    def used(self, ids: Sequence[str]) -> None:
+        """These were used now, in this order."""
 
 
 class ResponseStore:
@@ -40,6 +64,7 @@ class ResponseStore:
         self._by_id: OrderedDict[str, Stored] = OrderedDict()  # used longest ago first
         self._holder_of: dict[str, str] = {}  # item id -> response id
         self.n_bytes = 0
+        self.mirror: Mirror | None = None
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -51,6 +76,8 @@ class ResponseStore:
         self._by_id[stored.id] = stored
         self._holder_of.update({item_id: stored.id for item_id, _ in stored.output_items})
         self.n_bytes += stored.n_bytes
+        if self.mirror is not None:
+            self.mirror.put(stored)
         while len(self._by_id) > self._n_max or self.n_bytes > self._bytes_max:
             self._drop(next(iter(self._by_id)))
         return True
@@ -79,6 +106,8 @@ class ResponseStore:
             at = stored.previous_id
         for stored in found:  # the first one is used last: it is the last to go
             self._by_id.move_to_end(stored.id)
+        if self.mirror is not None:
+            self.mirror.used([stored.id for stored in found])
         return found[::-1]
 
     def items(self, item_ids: Iterable[str], owner: str) -> dict[str, bytes]:
@@ -96,3 +125,5 @@ class ResponseStore:
         self.n_bytes -= stored.n_bytes
         for item_id, _ in stored.output_items:
             self._holder_of.pop(item_id, None)
+        if self.mirror is not None:
+            self.mirror.drop(id)

@@ -12,7 +12,6 @@ import contextlib
 import math
 import struct
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
@@ -34,10 +33,10 @@ from relayline.coordinator.http.workers.body_worker import (
     Failure,
     Terms,
 )
-from relayline.coordinator.http.workers.fair_line import FairLine, Ticket
 from relayline.coordinator.http.workers.forks import fork_server
 from relayline.coordinator.http.workers.prepared import Asked, Phase, Setting, Style
 from relayline.coordinator.http.workers.preparing import Preparer
+from relayline.coordinator.http.workers.turns import Turns
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import (
     InternalError,
@@ -139,14 +138,13 @@ class _Workers:
 
     def __init__(self, setting: bytes, tokenizer: Path, n_workers: int, terms: Terms) -> None:
         self._setting, self._tokenizer, self._terms = setting, tokenizer, msgspec.msgpack.encode(terms)
-        self._line = FairLine(n_workers)
-        self._turns: dict[Ticket, asyncio.Future[None]] = {}
+        self._turns = Turns(n_workers)
         self._idle: list[_Worker] = []
         self._is_closed = False
 
     async def ask(self, client: str, asked: bytes, raw: bytes) -> bytes:
         """Return the answer; raises the worker's error, _WorkerDiedError where it died, OverloadedError."""
-        async with self._turn(client, len(raw)):
+        async with self._turns.turn(client, len(raw)):
             worker = self._idle.pop() if self._idle else await self._new()
             is_fit = False
             try:
@@ -169,25 +167,6 @@ class _Workers:
         self._is_closed = True
         while self._idle:
             self._idle.pop().end()
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, client: str, size_bytes: int) -> AsyncIterator[None]:
-        ticket = self._line.enter(client, size_bytes)
-        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
-        try:
-            self._begin()
-            await turn
-            yield
-        finally:
-            del self._turns[ticket]
-            self._line.leave(ticket)
-            self._begin()
-
-    def _begin(self) -> None:
-        for ticket in self._line.begin():
-            turn = self._turns[ticket]
-            if not turn.done():  # one that was cancelled is about to leave
-                turn.set_result(None)
 
     async def _new(self) -> _Worker:
         try:

@@ -13,10 +13,10 @@ from relayline.coordinator.answers.syntax import HERMES, SYNTAXES
 from relayline.coordinator.answers.template import ToolStyle
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.requests.validation import Plan
-from relayline.coordinator.images.parts import Picture
+from relayline.coordinator.media.parts import TEXT_ALONE, MediaFile, Takes
 from relayline.coordinator.text.chat import CallForm, ChatTemplate
 
-OtherChat = Literal["responses", "messages", "counted"]
+OtherChat = Literal["responses", "messages", "counted", "transcriptions", "ollama_chat"]
 Route = Literal[
     "style",
     "completions",
@@ -25,6 +25,7 @@ Route = Literal[
     "infill",
     "chat",
     OtherChat,
+    "ollama_generate",
     "references",
     "tokenize",
     "detokenize",
@@ -77,7 +78,7 @@ class Setting(Struct):
     bos_text: str
     eos_text: str
     style: Style | None = None  # None until it has been found out
-    has_images: bool = False  # chats may hold some
+    takes: Takes = TEXT_ALONE  # what chats may hold besides text
 
 
 class Asked(Struct):
@@ -104,19 +105,20 @@ class Prepared(Struct):
     start_ns: int  # of tokenising; of the monotonic clock
     end_ns: int
     answer_options: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
-    pictures: list[Picture] = []  # of a chat; in its prompt, -1 represents the first, -2 the second
+    media: list[MediaFile] = []  # of a chat; in its prompt, -1 represents the first, -2 the second
+    is_plain: bool = False  # a prompt, where its route has chats as well
     rows: Any = ()  # ImageRows in place of these, once the coordinator has put them in
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all prompts together, each image as one."""
+        """Tokens of all prompts together, each image or audio file as one."""
         return sum(map(len, self.prompts)) // array.array("i").itemsize
 
 
-def setting_of(model_id: str, limits: HttpLimits, chat: ChatTemplate, *, has_images: bool = False) -> Setting:
-    """Return the setting of an application; `has_images`: its chats may hold some."""
+def setting_of(model_id: str, limits: HttpLimits, chat: ChatTemplate, takes: Takes = TEXT_ALONE) -> Setting:
+    """Return the setting of an application; `takes`: what its chats may hold besides text."""
     tool_template = chat.for_tools.source if chat.for_tools is not chat else None
-    return Setting(model_id, limits, chat.source, tool_template, chat.bos_text, chat.eos_text, has_images=has_images)
+    return Setting(model_id, limits, chat.source, tool_template, chat.bos_text, chat.eos_text, takes=takes)
 
 
 def packed(tokens: Sequence[int]) -> bytes:

@@ -19,12 +19,13 @@ import msgspec
 from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.http.embeddings import asking as embeddings_asking
 from relayline.coordinator.http.llama import asking as llama_asking
-from relayline.coordinator.http.messages import asking as messages_asking
-from relayline.coordinator.http.requests import tokenizing, validation
+from relayline.coordinator.http.ollama import asking as ollama_asking
+from relayline.coordinator.http.requests import lora, tokenizing, validation
 from relayline.coordinator.http.requests.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
     TokenizeBody,
     decode_body,
 )
@@ -34,19 +35,13 @@ from relayline.coordinator.http.requests.plan_tokens import PlanTokens
 from relayline.coordinator.http.requests.structure import grammar_of
 from relayline.coordinator.http.requests.validation import Plan
 from relayline.coordinator.http.responses import asking as responses_asking
+from relayline.coordinator.http.workers.other_chats import CHATS
 from relayline.coordinator.http.workers.prepared import Asked, Phase, Prepared, Route, Setting, Style, packed, unpacked
-from relayline.coordinator.images.parts import Marked, take_images
+from relayline.coordinator.media.parts import Marked, take_media
 from relayline.coordinator.text.chat import ChatTemplate, content_text
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
-
-# Other dialects' bodies as chats, and errors about the chat as errors about the body.
-_CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[Any], Any]]] = {
-    "responses": (responses_asking.read, responses_asking.rename),
-    "messages": (messages_asking.read, messages_asking.rename),
-    "counted": (messages_asking.read_counted, messages_asking.rename),
-}
 
 PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
 _MAX_TOKENS_MAX = (1 << 64) - 1  # more than any context holds, and the most that msgpack can carry
@@ -83,7 +78,9 @@ class Preparer:
             return responses_asking.references(raw)
         if asked.route == "embeddings":
             return msgspec.msgpack.encode(self._embedded(raw, ctx_tokens, enter))
-        if asked.route in _CHATS:
+        if asked.route == "ollama_generate":
+            return msgspec.msgpack.encode(self._ollama_generated(asked, raw, ctx_tokens, enter))
+        if asked.route in CHATS:
             return msgspec.msgpack.encode(self._of_other_dialect(asked, raw, ctx_tokens, enter))
         prepare = {"chat": self._chat, "completions": self._completion}.get(asked.route, self._llama)
         return msgspec.msgpack.encode(prepare(asked, raw, ctx_tokens, enter))
@@ -104,9 +101,22 @@ class Preparer:
     def _completion(
         self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
     ) -> Prepared:
+        return self._completed(asked, decode_body(raw, CompletionBody), ctx_tokens, enter)
+
+    def _completed(
+        self,
+        asked: Asked,
+        body: CompletionBody,
+        ctx_tokens: int,
+        enter: Callable[[Phase], None],
+        *,
+        has_limit: bool = True,
+    ) -> Prepared:
+        """`has_limit`: the answer is short unless it says how long it may be."""
         limits = self._setting.limits
-        body = decode_body(raw, CompletionBody)
         plan = validation.plan_completion(body, limits, asked.seed)
+        if not has_limit:
+            plan = dataclasses.replace(plan, max_tokens_default=None)
         sent: Sequence[str | list[int]] = validation.split_prompt(body.prompt, plan.n, limits)
         if body.suffix and isinstance(body.prompt, str):
             enter("tokens")
@@ -128,6 +138,24 @@ class Preparer:
         prepared.answer_options = llama_asking.answer_options(found, plan, texts or [""] * len(prepared.prompts))
         return prepared
 
+    def _ollama_generated(
+        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
+    ) -> Prepared:
+        """Read the body of /api/generate: a chat of one question, or a prompt."""
+        found = ollama_asking.read_generate(raw)
+        try:
+            if isinstance(found, Inner):
+                return self._prepared_chat(asked, found.chat, ctx_tokens, enter)
+            prepared = self._completed(asked, found, ctx_tokens, enter, has_limit=False)
+        except InvalidRequestError as error:
+            raise ollama_asking.rename(error) from None
+        prepared.is_plain = True
+        return prepared
+
+    def _model_of(self, body: GenerationBody) -> str:
+        limits = self._setting.limits
+        return lora.model_of(validation.check_model(body.model, self._setting.model_id, limits), body.lora, limits.lora)
+
     def _prepared_completion(
         self,
         asked: Asked,
@@ -138,7 +166,7 @@ class Preparer:
         enter: Callable[[Phase], None],
     ) -> Prepared:
         tokenizer = self._tokenizer
-        model = validation.check_model(body.model, self._setting.model_id, self._setting.limits)
+        model = self._model_of(body)
         plan = self._plan_tokens.of_texts(plan)
         self._check_shape(plan)
         enter("tokens")
@@ -197,7 +225,7 @@ class Preparer:
     def _of_other_dialect(
         self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
     ) -> Prepared:
-        read, rename = _CHATS[asked.route]
+        read, rename = CHATS[asked.route]
         inner = read(raw, asked.n_context)
         try:
             prepared = self._prepared_chat(asked, inner.chat, ctx_tokens, enter)
@@ -211,7 +239,7 @@ class Preparer:
 
     def _prepared_chat(self, asked: Asked, body: ChatBody, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
         limits, tokenizer = self._setting.limits, self._tokenizer
-        model = validation.check_model(body.model, self._setting.model_id, limits)
+        model = self._model_of(body)
         plan = self._plan_tokens.of_texts(validation.plan_chat(body, limits, asked.seed))
         if not tokenizer.has_text:
             text = "this model has no tokenizer; send token ids to /v1/completions"
@@ -225,8 +253,8 @@ class Preparer:
         enter("tokens")
         start_ns = time.monotonic_ns()
         prompt = self._chat_tokens(rendered, marked, ctx_tokens)
-        if plan.scores_prompt and marked.pictures:
-            raise InvalidRequestError.of_field("prompt_logprobs", "not for prompts with images")
+        if plan.scores_prompt and marked.media:
+            raise InvalidRequestError.of_field("prompt_logprobs", "not for prompts with images or audio")
         prediction = self._plan_tokens.of_prediction(plan, ctx_tokens)
         texts = [(each["role"], marked.shown(_text(each))) for each in messages] if asked.wants_content else []
         offered = plan.offered
@@ -242,12 +270,12 @@ class Preparer:
             input_json=_messages_json(texts),
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
-            pictures=marked.pictures,
+            media=marked.media,
         )
 
     def _chat_tokens(self, rendered: str, marked: Marked, ctx_tokens: int) -> list[int]:
-        """Return the tokens of a rendered chat, with a number below 0 in place of each image."""
-        if not marked.pictures:
+        """Return the tokens of a rendered chat, with a number below 0 in place of each file."""
+        if not marked.media:
             return self._tokenizer.encode_chat(rendered, ctx_tokens)
         (first, *texts), numbers = marked.split(rendered)
         tokens = self._tokenizer.encode_chat(first, ctx_tokens)
@@ -258,9 +286,9 @@ class Preparer:
         return tokens
 
     def _rendered(self, body: ChatBody, plan: Plan) -> tuple[str, list[dict[str, Any]], Marked]:
-        """Return the prompt of a checked chat as text, its messages as the template saw them, and its images."""
+        """Return the prompt of a checked chat as text, its messages as the template saw them, and its media."""
         messages = [msgspec.to_builtins(message) for message in body.messages]
-        marked = take_images(messages) if self._setting.has_images else Marked(messages, [], "")
+        marked = take_media(messages, self._setting.takes) if any(self._setting.takes) else Marked(messages, [], "")
         messages = marked.messages
         conversation = self._conversation()
         variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
@@ -314,7 +342,7 @@ class Preparer:
 
 def as_sent(route: Route, error: InvalidRequestError) -> InvalidRequestError:
     """Return an error about a chat as one about the body that the chat was made from."""
-    found: InvalidRequestError = _CHATS[route][1](error) if route in _CHATS else error
+    found: InvalidRequestError = CHATS[route][1](error) if route in CHATS else error
     return found
 
 

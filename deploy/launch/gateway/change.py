@@ -74,7 +74,7 @@ def _own(manifest: GatewayManifest) -> dict[str, Any]:
     if spec.http.tls is not None:
         values["http.tls"] = [str(manifest.resolve(path)) for path in (spec.http.tls.cert_file, spec.http.tls.key_file)]
     values["apiKeysFile"] = None if spec.api_keys_file is None else str(manifest.resolve(spec.api_keys_file))
-    return values | {"allowHosts": list(spec.allow_hosts)}
+    return values | {"allowHosts": list(spec.allow_hosts), "awakeMax": spec.awake_max}
 
 
 def restarting(directory: StateDir, differs: GatewayDifference) -> list[Member]:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
-from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.gateway.change import difference, join_ports, restarting
 from relayline.deploy.launch.gateway.plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
 from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir
 from relayline.deploy.launch.supervisor import COORDINATOR_STOP_TIMEOUT_S, STAGE_STOP_TIMEOUT_S, Emit
 from relayline.deploy.manifest.gateway import Member, load_gateway, write_gateway
@@ -42,6 +42,7 @@ Echo = Callable[[str, str], None]
 class _Kept:
     """One pipeline that is kept alive."""
 
+    member: str
     child: Child
     first: asyncio.Future[dict[str, Any]]
     """Done when it serves for the first time."""
@@ -61,6 +62,7 @@ class Keeper:
         tls, records = plan.config.http.tls, tuple(map(_record, plan.pipelines))
         self.board = Board(directory, plan.name, str(plan.source), me, records, tls[0] if tls is not None else None)
         self._kept: dict[str, _Kept] = {}  # by the pipeline's own name
+        self._served: ServedGateway
         self._stopping, self._asked = asyncio.Event(), asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -70,15 +72,16 @@ class Keeper:
         asyncio.get_running_loop().add_signal_handler(MORE_SIGNAL, self._asked.set)
         try:
             async with serving_gateway(self._plan.config) as served:
+                self._served = served
                 self.board.set_addresses(served.url, "")
-                ready = asyncio.gather(*(self._begin(each, ends_all=True) for each in self._plan.pipelines))
+                ready = asyncio.create_task(self._begin_all())
                 await first_of(ready, self._failed, stop)
                 if not (self._failed.done() or stop.done()):
-                    self._ready(served.url, ready.result())
+                    self._ready(served.url, ready.result(), served.asleep)
                     changing = asyncio.create_task(self._change_when_asked(served))
                     await first_of(self._failed, stop)
                     await end_task(changing)
-                ready.cancel()
+                await end_task(ready)
                 self._stopping.set()
                 self.board.set_phase(Phase.DRAINING)
                 if self._failed.done():
@@ -94,13 +97,23 @@ class Keeper:
                 self.board.set_process(record.name, state=HostState.STOPPED, pid=0, start_ticks=0)
             self.board.set_phase(Phase.FAILED if reason else Phase.STOPPED, reason)
 
-    def _ready(self, url: str, events: Sequence[dict[str, Any]]) -> None:
+    async def _begin_all(self) -> list[dict[str, Any]]:
+        """Start all pipelines. Where not all may be awake they start one after the other, the first ones last."""
+        pipelines = self._plan.pipelines
+        if not self._plan.config.awake_max:
+            return await asyncio.gather(*(self._begin(each, ends_all=True) for each in pipelines))
+        events = [await self._begin(each, ends_all=True) for each in reversed(pipelines)]
+        return events[::-1]
+
+    def _ready(self, url: str, events: Sequence[dict[str, Any]], asleep: Sequence[str]) -> None:
         self.board.set_phase(Phase.READY)
         models = list(dict.fromkeys(event["model"] for event in events))
-        needs_key = self._plan.config.http.api_keys_file is not None
-        facts = {"event": "ready", "role": "gateway", "url": url, "models": models, "needs_key": needs_key}
+        facts: dict[str, Any] = {"event": "ready", "role": "gateway", "url": url, "models": models}
+        facts["needs_key"] = self._plan.config.http.api_keys_file is not None
         if models:
             facts |= {"model": models[0], "chat": events[0].get("chat", True)}
+        if self._plan.config.awake_max:
+            facts |= {"awake_max": self._plan.config.awake_max, "asleep": list(asleep)}
         self._emit(facts)
         log.info("ready: %s", url, extra=PRINTED)
 
@@ -201,7 +214,7 @@ class Keeper:
 
     def _begin(self, pipeline: LocalPipeline, *, ends_all: bool) -> asyncio.Future[dict[str, Any]]:
         """Start a pipeline and keep it alive; the future is done when it serves for the first time, or cannot."""
-        kept = _Kept(self._child(pipeline), asyncio.get_running_loop().create_future(), ends_all)
+        kept = _Kept(pipeline.member, self._child(pipeline), asyncio.get_running_loop().create_future(), ends_all)
         self._kept[pipeline.member] = kept
         kept.task = asyncio.create_task(self._guarded(kept))
         return kept.first
@@ -238,16 +251,11 @@ class Keeper:
         child, history = kept.child, RestartHistory(RestartPolicy())
         loop = asyncio.get_running_loop()
         while not (self._stopping.is_set() or kept.is_ending):
-            await child.start()
-            process = identify(child.pid)
-            ticks = process.start_ticks if process is not None else 0
-            self.board.set_process(
-                child.name, state=HostState.STARTING, pid=child.pid if ticks else 0, start_ticks=ticks, detail=""
-            )
-            began_s = 0.0
-            with contextlib.suppress(StartError):
-                event = await asyncio.shield(child.ready)
-                began_s = loop.time()
+            event = await self._started(kept)
+            if self._stopping.is_set() or kept.is_ending:
+                return
+            began_s = loop.time() if event is not None else 0.0
+            if event is not None:
                 self._serves(kept, event)
             await child.exited.wait()
             if self._stopping.is_set() or kept.is_ending:
@@ -266,6 +274,22 @@ class Keeper:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._stopping.wait()
+
+    async def _started(self, kept: _Kept) -> dict[str, Any] | None:
+        """Start a pipeline's process once it may be awake; return its report when it serves, None if it has ended."""
+        child = kept.child
+        async with self._served.starting(kept.member):
+            if self._stopping.is_set() or kept.is_ending:
+                return None
+            await child.start()
+            process = identify(child.pid)
+            ticks = process.start_ticks if process is not None else 0
+            self.board.set_process(
+                child.name, state=HostState.STARTING, pid=child.pid if ticks else 0, start_ticks=ticks, detail=""
+            )
+            with contextlib.suppress(StartError):
+                return await asyncio.shield(child.ready)
+        return None
 
     def _serves(self, kept: _Kept, event: dict[str, Any]) -> None:
         child = kept.child

@@ -8,8 +8,8 @@ from typing import Any
 
 from relayline.deploy.launch.gateway.plan import changes_behind
 from relayline.deploy.launch.here import at_home
-from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.prepare import named, override
+from relayline.deploy.machine.ports import LOCALHOST
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.manifest.gateway import Behind, GatewayManifest
 from relayline.wire.common.errors import UsageError
@@ -65,8 +65,10 @@ def _ports(manifest: Manifest) -> list[tuple[str, int, str]]:
     wanted = [(here, manifest.join_port, "joining stages")]
     if manifest.uses_tls and not manifest.all_local:
         wanted.append((here, manifest.enrol_port, "hosts that enrol"))
+    if any(stage.relay for stage in manifest.members):
+        wanted.append((here, manifest.relay_port, "tunnels of relayed stages"))
     for stage in manifest.members:
         host = here if stage.is_local else stage.host
-        wanted.append((host, manifest.listen_port(stage), f"stage {stage.name}"))
+        wanted.append((here if stage.relay else host, manifest.listen_port(stage), f"stage {stage.name}"))
         wanted.append((host, manifest.metrics_port(stage), f"metrics of stage {stage.name}"))
     return [(host, port, what) for host, port, what in wanted if port]

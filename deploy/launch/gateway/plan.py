@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,13 +17,14 @@ from relayline.coordinator.gateway.links import BackendConfig
 from relayline.coordinator.gateway.serve import GatewayConfig
 from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.deploy.launch.control import first_key
-from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.state import StateDir
+from relayline.deploy.machine.ports import LOCALHOST, free_port
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest, Member
-from relayline.deploy.manifest.model import ENROL_PORT, JOIN_PORT
+from relayline.deploy.manifest.model import JOIN_PORT, RELAY_PORT
 from relayline.deploy.manifest.scalars import is_local
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links import enrolment
 from relayline.wire.links.security import address_of
 
 JoinPorts = tuple[int, int]  # where stages join, and where their hosts get certificates; 0: not known before the start
@@ -127,7 +127,7 @@ def plan_members(
             planned.append(MemberPlan(_elsewhere(manifest, member)))
             continue
         inner = load_manifest(member.manifest)
-        port = _free_port()
+        port = free_port()
         changes = changes_behind(inner, member, held, keep.get(member.name))
         held.add(changes.get("coordinator.joinPort", inner.join_port))
         http = address_of(LOCALHOST, port)
@@ -148,7 +148,7 @@ def _config_of(manifest: GatewayManifest, backends: tuple[BackendConfig, ...]) -
         api_keys_file=manifest.resolve(spec.api_keys_file) if spec.api_keys_file is not None else None,
         allow_hosts=spec.allow_hosts,
     )
-    return GatewayConfig(backends, listener)
+    return GatewayConfig(backends, listener, awake_max=spec.awake_max)
 
 
 def _elsewhere(manifest: GatewayManifest, member: Member) -> BackendConfig:
@@ -175,8 +175,10 @@ def changes_behind(
     if is_apart and not (coordinator.join_port or coordinator.enrol_port):
         if kept is None or not all(kept):
             n_apart = next(n for n in itertools.count() if JOIN_PORT + n * PORTS_APART not in taken)
-            kept = (JOIN_PORT + n_apart * PORTS_APART, ENROL_PORT + n_apart * PORTS_APART)
+            kept = (JOIN_PORT + n_apart * PORTS_APART, enrolment.PORT + n_apart * PORTS_APART)
         changes["coordinator.joinPort"], changes["coordinator.enrolPort"] = kept
+        if not coordinator.relay_port and any(stage.relay for stage in stages):
+            changes["coordinator.relayPort"] = kept[0] + RELAY_PORT - JOIN_PORT
     return changes
 
 
@@ -192,12 +194,6 @@ def _key_of(inner: Manifest) -> str:
 
 def _read_key(path: Path) -> str:
     try:
-        return first_key(path)
+        return first_key(path, of_gateway=True)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"API key file {path} cannot be read: {getattr(error, 'strerror', error)}") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOCALHOST, 0))
-        return int(probe.getsockname()[1])

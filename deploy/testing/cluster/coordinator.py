@@ -98,6 +98,8 @@ class Coordinator:
         client.session_id = opened.session_id
         self.audiences.join(opened.session_id, client, is_new=not opened.is_joined)
         self.carry(instructions)
+        if self.mover is not None:
+            self.mover.sleeper.came()
         if client.leaves_after == 0:
             self._clock.after(self._rng.randrange(100 * MS), self.leave, client)
 
@@ -112,6 +114,10 @@ class Coordinator:
     # --- the connection's life, as coordinator.engine.epochs has it ---------------------------------------------------
 
     def _attempt(self) -> None:
+        if self.mover is not None and self.mover.sleeper.is_resting:
+            self._attempted = 0
+            self._clock.after(RETRY_NS, self._attempt)
+            return
         epoch = self._attempted = self.conductor.begin_epoch()
         self._lost = None
         self._held, self.links, self._readers = [], [], []
@@ -119,9 +125,9 @@ class Coordinator:
         instances = [node.process.instance for node in self.line]
         if all(node.process.answers and node.part == node.ordered for node in self.line):
             self._configure(len(self.line) - 1, epoch, instances, None)
-            self._clock.after(ATTEMPT_NS, self._failed, epoch)
+            self._clock.after(ATTEMPT_NS, self.failed, epoch)
         else:
-            self._clock.after(RETRY_NS, self._failed, epoch)
+            self._clock.after(RETRY_NS, self.failed, epoch)
 
     def _wanted(self) -> tuple[list[Node], tuple[Part, ...]]:
         """Return the nodes that will hold layers in the next epoch, in layer order, and their layers."""
@@ -139,8 +145,9 @@ class Coordinator:
         """Whether everything of the previous epoch is closed."""
         return not self.is_connected
 
-    def _failed(self, epoch: int) -> None:
-        if epoch == self._attempted:
+    def failed(self, epoch: int | None = None) -> None:
+        """The attempt of an epoch has failed; by default the one that is made now, if one is."""
+        if self._attempted and epoch in (None, self._attempted):
             for link in self.links:
                 link.cut()
             self._attempt()
@@ -179,7 +186,7 @@ class Coordinator:
             if epoch != self._attempted:
                 return
             if isinstance(held, RelaylineError):
-                self._clock.after(RETRY_NS, self._failed, epoch)
+                self._clock.after(RETRY_NS, self.failed, epoch)
                 return
             self._held.append(held)
             receive = functools.partial(node.receive, self.route_id, epoch)
@@ -225,7 +232,7 @@ class Coordinator:
 
     def _connected(self, link: Link) -> None:
         if (self.line, self._served) != self._wanted():  # layers were moved meanwhile
-            self._clock.after(RETRY_NS, self._failed, self._attempted)
+            self._clock.after(RETRY_NS, self.failed, self._attempted)
             return
         self._sender, self.is_connected = Sender(link, self.conductor.epoch), True
         self._attempted = 0
@@ -238,7 +245,7 @@ class Coordinator:
             instances=tuple(f"{node.place}/{node.process.instance}" for node in self.line),
             costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.line],
             rewinds=not self.nodes[0].memory.keeps_state,
-            keeps_state=self.nodes[0].memory.keeps_state,
+            keeps_state=self.nodes[0].memory.keeps_state or self.nodes[0].memory.keeps_window,
             tier=tier_of(self.line),
         )
         for node in self.line:

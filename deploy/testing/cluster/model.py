@@ -20,7 +20,8 @@ import numpy.typing as npt
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.deploy.testing.cluster.pieces import CELLS, ModelPieces
-from relayline.stage.engine.checkpoints import Checkpoints
+from relayline.deploy.testing.cluster.windows import ModelWindows
+from relayline.stage.engine.checkpoints import Checkpoints, State
 from relayline.stage.engine.lane_places import Grid, LanePlaces
 from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.engine.tier import Tier
@@ -35,6 +36,7 @@ WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
 PREFILL_ROWS = 32  # in a step with running decoders, with policy drain
 N_LAYERS = 6  # of the whole model
 ADAPTERS = ("", "first", "second")  # a key of each choice
+_MARK = np.zeros(1, np.int32).view(np.uint8)  # in place of a recurrent state
 _MODULUS = 1_021  # below 2048: up to there integers are exact in f16
 
 
@@ -88,8 +90,12 @@ class Truth:
 class ModelEngine:
     """Satisfies stage.steps.step_types.Engine. Raises Violation where a row does not continue its lane."""
 
-    def __init__(self, layers: range, n_lanes: int, *, is_last: bool, keeps_state: bool = False) -> None:
-        """A lane with a recurrent state can only be rewound to checkpoints, as in stage.engine.lane_rewinds."""
+    def __init__(
+        self, layers: range, n_lanes: int, *, is_last: bool, keeps_state: bool = False, keeps_window: bool = False
+    ) -> None:
+        """A lane with a recurrent state can only be rewound to checkpoints, as in stage.engine.lane_rewinds. One that
+        keeps windows alone can also be rewound by some rows.
+        """
         self.n_embd, self.max_rows, self.max_wanted, self.is_last = WIDTH, ROWS_MAX, ROWS_MAX, is_last
         self.n_vocab = N_VOCAB if is_last else 0
         self.input_rows = np.zeros((ROWS_MAX, WIDTH), np.float32)
@@ -103,9 +109,12 @@ class ModelEngine:
         self.lanes: list[list[tuple[int, ...]]] = [[] for _ in range(n_lanes)]
         self.memory: list[dict[int, tuple[int, ...]]] = [{} for _ in range(n_lanes)]
         """What was last written to each position of a lane; emptying the lane leaves it there."""
-        self.pieces = None if keeps_state else ModelPieces(self, len(layers))
-        self._checkpoints = Checkpoints() if keeps_state else None
+        self.windows = ModelWindows(layers, n_lanes) if keeps_window else None
+        self.checkpoints = Checkpoints() if keeps_state or keeps_window else None
+        plain = [place for place in range(len(layers)) if self.windows is None or place not in self.windows.places]
+        self.pieces = ModelPieces(self, plain) if plain and not keeps_state else None
         self._layers, self._empty = layers, (0,) * len(layers)
+        self.n_layers = len(layers)
         self._tokens: dict[int, int] = {}
         self._places = LanePlaces(n_lanes)
 
@@ -133,7 +142,12 @@ class ModelEngine:
                 raise Violation(
                     f"layers {self._layers}: lane {index} holds {len(lane)} rows, and is fed row {position}"
                 )
-            self.fill(index, [_row(lane[-1] if lane else self._empty, int(value), self._layers, adapter)])
+            before = lane[-1] if lane else self._empty
+            if self.windows is not None:
+                before = self.windows.seen(index, position, before)
+            self.fill(index, [_row(before, int(value), self._layers, adapter)])
+            if self.windows is not None:
+                self.windows.wrote(index, position, lane[-1])
             if self.is_last:
                 self._tokens[row] = lane[-1][-1] % N_VOCAB
             else:
@@ -156,8 +170,12 @@ class ModelEngine:
 
     def checkpoint(self, lane: int) -> None:
         """Remember a lane's end."""
-        if self._checkpoints is not None:
-            self._checkpoints.add(lane, len(self.lanes[lane]), np.zeros(1, np.uint8))
+        if self.checkpoints is not None:
+            self.checkpoints.add(lane, len(self.lanes[lane]), self._end_state(lane))
+
+    def _end_state(self, lane: int) -> State:
+        """Return what is kept of a lane's end: its windows. A recurrent state is no more than a mark here."""
+        return _MARK if self.windows is None else self.windows.state(lane, len(self.lanes[lane]))
 
     def check_rewind(self, lane: int, position: int) -> None:
         """Raise PositionGapError if the lane cannot be rewound."""
@@ -173,9 +191,15 @@ class ModelEngine:
         self._places.cut(lane, position)
 
     def _can_rewind(self, lane: int, position: int) -> bool:
-        if self._checkpoints is None or not 0 < position < len(self.lanes[lane]):
-            return True
-        return self._checkpoints.state(lane, position) is not None
+        return not self._needs_checkpoint(lane, position) or self._checkpoint(lane, position) is not None
+
+    def _needs_checkpoint(self, lane: int, position: int) -> bool:
+        if self.checkpoints is None or not 0 < position < len(self.lanes[lane]):
+            return False
+        return self.windows is None or not self.windows.has(lane, position)
+
+    def _checkpoint(self, lane: int, position: int) -> State | None:
+        return self.checkpoints.state(lane, position) if self.checkpoints is not None else None
 
     def drop_from(self, lane: int, position: int) -> None:
         """Forget rows from a position on."""
@@ -183,21 +207,28 @@ class ModelEngine:
             raise Violation(
                 f"layers {self._layers}: lane {lane} is taken back to {position}, where it has no checkpoint"
             )
+        if self.windows is not None:
+            if self._needs_checkpoint(lane, position) and (state := self._checkpoint(lane, position)) is not None:
+                self.windows.put(lane, state)
+            self.windows.cut(lane, position)
         self._cut(lane, position)
         del self.lanes[lane][position:]
-        if self._checkpoints is not None:
-            self._checkpoints.drop_beyond(lane, position)
+        if self.checkpoints is not None:
+            self.checkpoints.drop_beyond(lane, position)
 
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Copy the first rows of a lane."""
         if not self._can_rewind(source_lane, n_tokens):
             raise Violation(f"layers {self._layers}: a copy of {n_tokens} rows, where the source has no checkpoint")
         self._places.copy(source_lane, target_lane)
-        self._cut(target_lane, n_tokens)
+        if self.checkpoints is not None:
+            self.checkpoints.drop_beyond(target_lane, 0)
+            self.checkpoints.hand_on(source_lane, target_lane, n_tokens)
+        if self.windows is not None:
+            self.windows.copy(source_lane, target_lane)
         self.lanes[target_lane] = []
-        self.fill(target_lane, self.lanes[source_lane][:n_tokens])
-        if self._checkpoints is not None:
-            self._checkpoints.hand_on(source_lane, target_lane, n_tokens)
+        self.fill(target_lane, self.lanes[source_lane])
+        self.drop_from(target_lane, n_tokens)
 
     def fill(self, lane: int, rows: Sequence[tuple[int, ...]]) -> None:
         """Append rows to a lane."""
@@ -223,10 +254,12 @@ class ModelEngine:
 
     def save(self, lane: int) -> npt.NDArray[np.uint8]:
         """Return a lane's contents, as stage.engine.saved_lanes.SavedLanes does."""
-        rows = self.lanes[lane]
-        marks = self._checkpoints.positions(lane) if self._checkpoints is not None else []
-        images = self._places.saved(lane).tolist()
-        numbers = [len(self._layers), len(rows), *marks, -1, *images, -1, *(value for row in rows for value in row)]
+        rows, images = self.lanes[lane], self._places.saved(lane).tolist()
+        marks = self.checkpoints.positions(lane) if self.checkpoints is not None else []
+        states = [self._checkpoint(lane, mark) for mark in marks] + [self._end_state(lane)]
+        parts = [marks, images, *(state.view(np.int32).tolist() for state in states if state is not None)]
+        parts.append([value for row in rows for value in row])
+        numbers = [len(self._layers), len(rows), *(number for part in parts for number in (len(part), *part))]
         return np.array(numbers, np.int32).view(np.uint8)
 
     def restore(self, lane: int, saved: npt.NDArray[np.uint8]) -> int:
@@ -236,24 +269,29 @@ class ModelEngine:
         width, n_rows, *numbers = saved.view(np.int32).tolist()
         if width != len(self._layers):
             raise Violation(f"layers {self._layers}: a lane of {width} layers is restored")
-        end = numbers.index(-1)
-        if self._checkpoints is not None:
-            for mark in numbers[:end]:
-                self._checkpoints.add(lane, mark, np.zeros(1, np.uint8))
-        first = numbers.index(-1, end + 1)
-        self._places.put_back(lane, np.array(numbers[end + 1 : first], np.int64))
-        values = numbers[first + 1 :]
+        parts = []
+        while numbers:
+            end = 1 + numbers[0]
+            parts.append(numbers[1:end])
+            numbers = numbers[end:]
+        marks, images, *states, end_state, values = parts
+        for mark, state in zip(marks, states, strict=True):
+            if self.checkpoints is not None:
+                self.checkpoints.add(lane, mark, np.array(state, np.int32).view(np.uint8))
+        if self.windows is not None:
+            self.windows.put(lane, np.array(end_state, np.int32).view(np.uint8))
+        self._places.put_back(lane, np.array(images, np.int64))
         self.fill(lane, [tuple(values[at : at + width]) for at in range(0, len(values), width)])
         return int(n_rows)
 
     def forms(self) -> tuple[Form, ...]:
         """Return the form of each layer's cells."""
-        return (CELLS,) * len(self._layers) if self._checkpoints is None else ()
+        return (CELLS,) * len(self._layers) if self.checkpoints is None else ()
 
     def cells(self, lane: int) -> list[LayerCells]:
         """Return a lane's contents by layer, as stage.engine.saved_lanes.SavedLanes does."""
-        if self._checkpoints is not None or self._places.holds_images(lane):
-            raise NativeError("a recurrent state, or an image in a grid, cannot be taken apart")
+        if self.checkpoints is not None or self._places.holds_images(lane):
+            raise NativeError("a recurrent state, a window, or an image in a grid, cannot be taken apart")
         values = np.array(self.lanes[lane], np.int32).T
         return [LayerCells(CELLS, (np.array(column).view(np.uint8).reshape(1, -1, 4),)) for column in values]
 
@@ -278,6 +316,8 @@ class Memory:
 
     keeps_state: bool = False
     """Whether lanes have a recurrent state."""
+    keeps_window: bool = False
+    """Whether lanes keep the cells of sliding windows alone."""
     tier_bytes: int = 0
     tier_survives: bool = False
     """Whether stored prefixes survive a restart, as on a disk."""

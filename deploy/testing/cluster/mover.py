@@ -14,6 +14,7 @@ from relayline.coordinator.planner.share_out import Holder, share_out
 from relayline.deploy.testing.cluster.clock import MS, Clock, S
 from relayline.deploy.testing.cluster.model import N_LAYERS
 from relayline.deploy.testing.cluster.node import NOTHING, Node, Part
+from relayline.deploy.testing.cluster.sleeper import Sleeper
 from relayline.wire.common.errors import NotReadyError, RelaylineError
 from relayline.wire.common.phase import Phase
 
@@ -49,6 +50,7 @@ class Mover:
         self.n_handed = 0  # changes that gave layers to other nodes than before
         self._switching = 0
         self._takes: dict[int, list[tuple[Node, range]]] = {}  # of the latest change: earlier holders, by place
+        self.sleeper = Sleeper(coordinator, self.moves, lambda: [nodes[at] for at in self.holders], clock, rng)
         for node in nodes:
             self._watch(node)
 
@@ -74,6 +76,12 @@ class Mover:
         self._carry(instructions)
         return True
 
+    def give_up(self, why: str) -> None:
+        """Give up the change that is under way, if it can be."""
+        if self.moves.latest is not None:
+            self._carry(self.moves.failed(self.moves.latest.number, why, self._clock.now_ns))
+            self._after_failure()
+
     def look(self) -> None:
         """A node came back, or time has passed."""
         self._carry(self.moves.look(self._clock.now_ns))
@@ -90,6 +98,7 @@ class Mover:
 
     def look_at_hosts(self) -> None:
         """Check whether other nodes should hold layers."""
+        self.sleeper.look()
         phase, freed = self._coordinator.conductor.availability.phase, self.pool.freed(self.holders, self._clock.now_ns)
         if not self.moves.is_open and (phase is Phase.READY or (phase.is_paused and freed)):
             self._change()
@@ -140,6 +149,7 @@ class Mover:
                 node.ordered = self._part_of(at)
                 switch = functools.partial(node.switch, number, takes.get(at, ()), keeps=kept.get(at, False))
                 self._clock.after(self._travel_ns(), node.process.do, switch)
+        self.sleeper.ended()
 
     def _part_of(self, place: int) -> Part:
         return self.served[self.holders.index(place)] if place in self.holders else NOTHING
@@ -148,11 +158,13 @@ class Mover:
         """An epoch has begun."""
         if not self._switching:
             self.moves.connected(self._clock.now_ns)
+        self.sleeper.stands()
 
     def _travel_ns(self) -> int:
         return self._rng.randrange(1, 20 * MS)
 
     def _died(self, place: int) -> None:
+        self.sleeper.died(self._nodes[place])
         self._clock.after(self._travel_ns(), self._left, place)
 
     def _left(self, place: int) -> None:
@@ -162,6 +174,7 @@ class Mover:
         self._after_failure()
 
     def _started(self, place: int) -> None:
+        self.sleeper.started(self._nodes[place])
         self._clock.after(self._travel_ns(), self._came, place)
 
     def _came(self, place: int) -> None:
@@ -175,7 +188,8 @@ class Mover:
         for instruction in instructions:
             match instruction:
                 case Cut(number, cuts):
-                    clock.after(rng.randrange(LOAD_NS), self._cut, number, cuts)
+                    assert self.moves.latest is not None
+                    clock.after(rng.randrange(LOAD_NS), self._cut, number, cuts, self.moves.latest.holders)
                 case Prepare(number):
                     self._prepare(number)
                 case Drop(number):
@@ -190,14 +204,12 @@ class Mover:
                     elif self._coordinator.is_closed:
                         self.ended()
 
-    def _cut(self, number: int, cuts: tuple[int, ...]) -> None:
+    def _cut(self, number: int, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
         if self._rng.random() < 0.1:
             self._carry(self.moves.failed(number, "no room on the disk", self._clock.now_ns))
             self._after_failure()
             return
-        move = self.moves.latest
-        assert move is not None
-        keeps = [self._part_of(at) == part for at, part in zip(move.holders, parts(cuts), strict=True)]
+        keeps = [self._part_of(at) == part for at, part in zip(holders, parts(cuts), strict=True)]
         self._carry(self.moves.cut(number, keeps, self._clock.now_ns))
 
     def _prepare(self, number: int) -> None:

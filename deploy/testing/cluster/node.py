@@ -130,7 +130,8 @@ class Node:
         self.part = self.ordered
         self.hand_over.restarted()
         self._prepared: dict[int, Part] = {}  # by the number of the change: at most one
-        self.engine = ModelEngine(self.layers, n_lanes, is_last=self.part.is_last, keeps_state=self.memory.keeps_state)
+        kept = {"keeps_state": self.memory.keeps_state, "keeps_window": self.memory.keeps_window}
+        self.engine = ModelEngine(self.layers, n_lanes, is_last=self.part.is_last, **kept)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
         states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers), long_bytes=0)
@@ -188,6 +189,8 @@ class Node:
                 raise NotReadyError("this stage has been started anew")
             if self.hand_over.is_taking:
                 raise NotReadyError("this stage does not serve yet")
+            if self.process.is_asleep:
+                raise NotReadyError("this stage sleeps")
             if order.part != self.part:
                 raise HandshakeError("this stage has other layers")
             if (previous := self.routes.get(order.route_id)) is not None:
@@ -241,6 +244,25 @@ class Node:
                 action()
         elif part != self.part:
             raise Violation(f"stage {self.index} is to keep {self.part} as {part}")
+
+    # --- sleep, as stage.joining.join makes it ------------------------------------------------------------------------
+
+    def fall_asleep(self, is_due: Callable[[], bool]) -> None:
+        """Free the engine once its step is over, if that is still due."""
+
+        def free() -> None:
+            if not is_due():
+                return
+            for route in list(self.routes.values()):
+                self._end(route)
+            self.process.instance += 1
+            between, self._between = self._between, []
+            self._load(self.lanes.n_lanes)
+            self.process.is_asleep = True
+            for action in between:  # earlier calls to the engine are answered, by refusing them
+                action()
+
+        self._between_steps(free)
 
     def _end(self, route: NodeRoute) -> None:
         if self.routes.get(route.route_id) is route:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relayline.coordinator.engine.pool import STEADY_S
-from relayline.coordinator.images.encoded import row_numbers
+from relayline.coordinator.media.encoded import row_numbers
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.generation import ImageRows
 from relayline.coordinator.sessions.prefixes import PREFIX_TOKENS_MIN
@@ -21,9 +21,12 @@ COMES_BACK_NS = 400 * MS  # between two repetitions of a fault
 TAKEOVER_NS = 3 * S  # after which other stages take over the layers of an absent one
 IMAGES_SHARE = 0.35  # of histories with images
 ADAPTERS_SHARE = 0.35  # of histories with adapters
+TURNS_SHARE = 0.3  # of histories whose clients come again
+WINDOWS_SHARE = 0.35  # of those without recurrent states, with sliding windows whose cells alone are kept
 IMAGE_SIDES = ((4, 3), (2, 5), (1, 1), (5, 4))
 STEADY_NS = round(STEADY_S * S)
 TROUBLE_NS = 2 * S  # from the start, in which faults and clients begin
+TURN_NS = TROUBLE_NS  # within which a client comes again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class Plan:
     troubles: tuple[Trouble, ...]
     n_spares: int = 0
     """Spare stages, if there is one coordinator."""
+    keeps_window: bool = False
+    """Half of the layers keep the cells of a sliding window alone."""
     takeover_ns: int = 0
     """How long a stage may be absent before others take over its layers; 0: without limit."""
 
@@ -133,6 +138,7 @@ KINDS = (
     "drains",  # no fault: a stage holds no layers for a while
     "is lost for long",  # so long that other stages take over
     "joins",  # one more stage
+    "sleeps",  # no fault: the pipeline is told to sleep, up to three times
     "answers again",  # answers of this or an old epoch arrive again
 )
 
@@ -159,6 +165,7 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
     keeps_state = random.Random(f"{seed} state").random() < 0.3
     wishes = _with_images(random.Random(f"{seed} images"), wishes, common, keeps_state=keeps_state)
     wishes = _with_adapters(random.Random(f"{seed} adapters"), wishes)
+    wishes = _with_turns(random.Random(f"{seed} turns"), wishes)
     if rng.random() < 0.3:  # another client has the same prompt
         wishes.append(dataclasses.replace(wishes[0], at_ns=wishes[0].at_ns + 50 * MS, leaves_after=None))
     n_troubles = rng.choice((0, 1)) if has_poison else rng.choice((0, 1, 1, 2, 2, 3, 5))
@@ -180,6 +187,7 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
         has_late_answers=rng.random() < 0.4,
         wishes=tuple(wishes),
         troubles=tuple(_trouble(rng, n_stages, kinds) for _ in range(n_troubles)),
+        keeps_window=not keeps_state and random.Random(f"{seed} windows").random() < WINDOWS_SHARE,
         n_spares=random.Random(f"{seed} spares").choice((0, 0, 1)),
         takeover_ns=random.Random(f"{seed} takeover").choice((0, TAKEOVER_NS)),
     )
@@ -225,6 +233,26 @@ def _with_adapters(rng: random.Random, wishes: list[Wish]) -> list[Wish]:
     if rng.random() >= ADAPTERS_SHARE:
         return wishes
     return [dataclasses.replace(wish, adapter=rng.randrange(len(ADAPTERS))) for wish in wishes]
+
+
+def _with_turns(rng: random.Random, wishes: list[Wish]) -> list[Wish]:
+    """Let clients come again with more text, in some histories: their lanes may have been taken and stored by then."""
+    if rng.random() >= TURNS_SHARE:
+        return wishes
+    text = tuple(rng.randrange(N_VOCAB) for _ in range(PREFIX_TOKENS_MIN))
+    first = [wish if wish.image else dataclasses.replace(wish, prompt=(*wish.prompt, *text)) for wish in wishes]
+    again = [
+        dataclasses.replace(
+            wish,
+            at_ns=wish.at_ns + rng.randrange(TURN_NS),
+            prompt=(*wish.prompt, *(rng.randrange(N_VOCAB) for _ in range(rng.choice((1, 5))))),
+            leaves_after=None,
+            kills_stage=None,
+        )
+        for wish in first
+        for _ in range(rng.randint(0, 2))
+    ]
+    return [*first, *again]
 
 
 def _trouble(rng: random.Random, n_stages: int, kinds: Sequence[str]) -> Trouble:

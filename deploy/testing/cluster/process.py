@@ -16,6 +16,7 @@ class Process:
         self._clock = clock
         self.instance = 0  # number of starts
         self.is_up = self.is_hung = False
+        self.is_asleep = False  # whether it has nothing loaded, because the pipeline sleeps
         self.silent_since_ns = 0  # when it last stopped responding
         self._waiting: list[Callable[[], None]] = []  # messages to a process that hangs
 

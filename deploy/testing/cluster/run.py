@@ -59,6 +59,10 @@ class Outcome:
     """Changes of layers that gave them to other nodes."""
     n_taken: int = 0
     """Lanes that were taken over with their layers."""
+    n_sleeps: int = 0
+    """Times that the stages freed their memory."""
+    n_wakes: int = 0
+    """Times that they loaded again."""
 
 
 class Cluster:
@@ -103,7 +107,7 @@ class Cluster:
 
     def _node(self, place: int, part: Part) -> Node:
         plan = self.plan
-        memory = Memory(plan.keeps_state, plan.tier_bytes, plan.tier_survives)
+        memory = Memory(plan.keeps_state, plan.keeps_window, plan.tier_bytes, plan.tier_survives)
         node = Node(place, part, plan.n_lanes, plan.stage_policy, self.clock, self._rng, memory=memory)
         node.on_rows = self._on_rows
         return node
@@ -133,6 +137,8 @@ class Cluster:
             sum(coordinator.mover.moves.n_done for coordinator in self.coordinators if coordinator.mover),
             sum(coordinator.mover.n_handed for coordinator in self.coordinators if coordinator.mover),
             sum(node.hand_over.n_taken for node in self.nodes),
+            sum(coordinator.mover.sleeper.sleep.n_sleeps for coordinator in self.coordinators if coordinator.mover),
+            sum(coordinator.mover.sleeper.sleep.n_wakes for coordinator in self.coordinators if coordinator.mover),
         )
 
     def _check(self) -> None:
@@ -140,6 +146,8 @@ class Cluster:
             audit.check_node(node)
         for coordinator in self.coordinators:
             audit.check_coordinator(coordinator)
+            if coordinator.mover is not None:
+                coordinator.mover.sleeper.check()
 
     def _is_over(self) -> bool:
         clients = (client for coordinator in self.coordinators for client in coordinator.clients)
@@ -149,7 +157,8 @@ class Cluster:
         links = (link for coordinator in self.coordinators for link in coordinator.links)
         return (
             all(
-                coordinator.is_connected and not coordinator.conductor._is_dispatching
+                (coordinator.is_connected or (coordinator.mover and coordinator.mover.sleeper.sleep.is_asleep))
+                and not coordinator.conductor._is_dispatching
                 for coordinator in self.coordinators
             )
             and all(
@@ -233,6 +242,9 @@ class Cluster:
                 clock.after(lasts_ns, offer_again)
             case "is lost for long":
                 self._die(node, TAKEOVER_NS + lasts_ns, node.lanes.n_lanes)
+            case "sleeps" if coordinator.mover is not None:
+                for turn in range(1 + trouble.which % 3):
+                    clock.after(turn * (lasts_ns + COMES_BACK_NS), coordinator.mover.sleeper.ask)
             case "joins" if coordinator.mover is not None:
                 self.nodes.append(self._node(len(self.nodes), NOTHING))
                 coordinator.add(self.nodes[-1])
@@ -296,6 +308,8 @@ def simulate_many(base: str, n_seeds: int, kinds: Sequence[str] = KINDS) -> Outc
             total.n_moves + one.n_moves,
             total.n_handed + one.n_handed,
             total.n_taken + one.n_taken,
+            total.n_sleeps + one.n_sleeps,
+            total.n_wakes + one.n_wakes,
         )
     return total
 

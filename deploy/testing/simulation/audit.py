@@ -9,18 +9,18 @@ them in its books; each book checks what it holds. Its invariants:
   again, and stages forget what came behind. Nothing is sampled behind a wrong token, and clients get the model's own.
 * **Ends once.** Every arrived request ends exactly once with all its tokens, or cancelled; then no stage, queue,
   flight or lane remembers it.
-* **Caps.** Steps fit the engine; envelopes fit the plan; while an envelope is launched no more are under way than the
-  plan says, but for decode flights with a row that has been held for as long as the plan allows. Guesses come on top:
+* **Caps.** Steps fit the engine, and envelopes fit the plan. While an envelope is launched, no more are under way than
+  the plan says, but for decode flights with a row that has been held as long as the plan allows. Guesses come on top:
   DRAFTED_ROWS_MAX in an envelope, and flights of their own while something that they follow is under way, no more
   than stages and links hold.
 * **Holds are bounded by their prediction.** Whenever envelopes leave, no decode row stays at the coordinator that has
   been held for longer than the plan predicts a token of its stream to take, including concurrent prompt rows.
-* **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`: F is the largest number
-  of envelopes that were under way at once, what cancelled sessions have left there included, c the stage's dearest
+* **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`. F is the largest number
+  of envelopes that were under way at once, what cancelled sessions have left there included. c is the stage's dearest
   step. A prompt's later chunks, which stand behind their predecessors, have that time each; stalls come on top. So
   every flight lands within the sum of that, of its own steps and of the links, W. At the coordinator decode rows leave
-  in the order in which they became ready (where lanes have cells of their own at most PASSES_MAX flights pass over
-  one); while prompts wait a chunk leaves within W of the last, and of any OLDEST_EVERY + 1 chunks in a row one is the
+  in the order in which they became ready; where lanes have cells of their own, at most PASSES_MAX flights pass over
+  one. While prompts wait, a chunk leaves within W of the last, and of any OLDEST_EVERY + 1 chunks in a row one is the
   oldest prompt's.
 * **Progress.** The simulation does not run dry while a request is unfinished.
 """

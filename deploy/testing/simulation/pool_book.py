@@ -88,7 +88,8 @@ class HoldBound:
         hold_max_ns = max(min(self.planned_ns(each), self._predicted_ns(each)) for each in plans)
         if hold_max_ns:  # 0: no curve is known, and no flight has landed
             hold_max_ns = max(hold_max_ns, min(self._flights.latest_decode_ns, HOLD_STRETCH_MAX * hold_max_ns))
-            pool.check_holds(hold_max_ns, self._simulation.now_ns)
+            waits_ns = self._simulation.scheduler.guess_wait.longest_ns  # for a draft model, before or behind that
+            pool.check_holds(hold_max_ns + waits_ns, self._simulation.now_ns)
 
     def _predicted_ns(self, plan: GroupPlan) -> float:
         """Return the longest time that a plan may predict for a token: without prompts, or with them."""

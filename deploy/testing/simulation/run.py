@@ -166,8 +166,8 @@ class Simulation:
         self.audit.arrived(session)
         if request.cancel_ns is not None:
             self._at(max(request.cancel_ns, self.now_ns), self._cancel, session)
-        if self.admission.admit(session):
-            self._start(session)
+        for starting in self.admission.admit(session):
+            self._start(starting)
 
     def _start(self, session: Session) -> None:
         self.scheduler.control(session.start())

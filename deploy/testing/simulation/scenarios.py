@@ -10,6 +10,7 @@ from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.deploy.testing.simulation.draft_model import DraftedSimulation, DraftModelFacts
 from relayline.deploy.testing.simulation.figures import Figures
 from relayline.deploy.testing.simulation.run import AUTO, Setup, Simulation, fixed
 from relayline.deploy.testing.simulation.world import MS, Disturbance, Request, StageModel, World, streams
@@ -179,6 +180,15 @@ def drafting(
     gain = auto.figures(*auto.common_window()).tokens_per_s / plain.figures(*plain.common_window()).tokens_per_s
     drafted = auto.rows.n_drafted / n_streams
     return Drafting(plain_per_s, gain, whole_per_s / plain_per_s, drafted, auto.flights.n_guess_flights)
+
+
+def draft_model_gain(
+    stages: tuple[StageModel, ...], n_streams: int, model: DraftModelFacts, *, link_ns: int = 0, n_tokens: int = 96
+) -> float:
+    """Return the tokens per second of streams with a draft model, relative to those without drafts, while all run."""
+    world = World(stages, streams(n_streams, n_tokens), link_ns=link_ns, jitter=0.03)
+    plain, drafted = Simulation(world, PLAIN).run().audit, DraftedSimulation(world, model).run().audit
+    return drafted.figures(*drafted.common_window()).tokens_per_s / plain.figures(*plain.common_window()).tokens_per_s
 
 
 def drafting_churn(stages: tuple[StageModel, ...], n_requests: int, seed: int, *, link_ns: int = 0) -> World:

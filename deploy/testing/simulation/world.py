@@ -196,11 +196,13 @@ def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) 
 def stage_rates(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> list[float]:
     """Return for each stage the largest tokens per second that it allows with at most n_streams decoding.
 
-    A schedule starts x(r) batches of r rows a
-    second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's law the streams under way are
-    sum r x(r) way(r) <= n_streams. Maximising sum r x(r) for one stage at a time is a linear program with two
-    constraints; its dual is the least, over the price p of a stream, of
-    p n_streams + max over r of r (1 - p way(r)) / c_s(r), which is convex in p.
+    A schedule starts x(r) batches of r rows a second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's
+    law the streams under way are sum r x(r) way(r) <= n_streams. For one stage at a time, the largest sum r x(r) is a
+    linear program with two constraints. Its dual is the least, over the price p of a stream, of
+
+        p n_streams + max over r of r (1 - p way(r)) / c_s(r)
+
+    which is convex in p.
     """
     sizes, costs = _step_costs(stages, n_streams)
     hosts_ns = sum(stage.host_ns for stage in stages)

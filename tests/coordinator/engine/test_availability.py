@@ -136,7 +136,7 @@ def test_restarts_are_processes_not_epochs():
 def test_every_word_means_one_thing():
     assert not {Phase.RECOVERING, Phase.UNREACHABLE} ^ {phase for phase in Phase if phase.is_paused}
     shared = {phase.value for phase in Phase} & {state.value for state in HostState}
-    assert shared == {"starting", "loading", "ready", "stopped", "failed"}, "these say the same of both"
+    assert shared == {"starting", "loading", "ready", "sleeping", "stopped", "failed"}, "these say the same of both"
 
 
 def refused(index: int, text: str) -> UnauthenticatedError:

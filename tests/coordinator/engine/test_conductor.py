@@ -27,6 +27,7 @@ from relayline.coordinator.engine.instructions import (
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.tenants import Tenant
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import (
     NotReadyError,
@@ -100,6 +101,22 @@ def test_frames_leave_before_anything_else_is_done_about_a_token() -> None:
     sample(conductor, 3, 7)
     instructions = sample(conductor, 4, 8)
     assert kinds(instructions) == ["Send", "Generated", "Tell"], "neither the first token nor the last"
+
+
+@pytest.mark.parametrize("chances", [[float("nan"), 0.5], [0.5], [0.5, 0.5]], ids=["no number", "too few", "no token"])
+def test_odd_guesses_of_the_last_stage_cost_no_token(chances: list[float]) -> None:
+    config = ScheduleConfig()
+    conductor = connected(dataclasses.replace(FACTS, predictions=2), schedule=config)
+    conductor.open(request(), 0)
+    conductor.dispatch(0)
+    for position, token in ((3, 7), (4, 8), (5, 9)):
+        message = pb.ReturnResponse(epoch=conductor.epoch)
+        sampled = message.samples.add(session_id=1, position=position, token=token)
+        sampled.guesses.extend([8, 200])
+        sampled.guess_chances.extend(chances)
+        instructions = conductor.returned(message, 0)
+        assert not [each for each in instructions if isinstance(each, Lose)]
+        assert [each.event.token for each in instructions if isinstance(each, Tell)] == [token]
 
 
 def test_tokens_that_come_with_the_last_one_are_counted_before_the_end() -> None:
@@ -279,3 +296,40 @@ def test_a_stream_ends_when_an_older_last_stage_cannot_go_on_with_it() -> None:
     endings = [each for each in conductor.connected(OLDER, 0) if isinstance(each, Tell)]
     assert [(each.session_id, type(each.event)) for each in endings] == [(1, NotServedError), (2, NotServedError)]
     assert not conductor.admission.running
+
+
+def test_identical_requests_share_a_stream_within_one_key_only() -> None:
+    conductor = connected(share=True)
+
+    def of(name: str) -> GenerationRequest:
+        return dataclasses.replace(request(), tenant=Tenant(name))
+
+    first = conductor.open(of("alice"), 1)[0]
+    assert conductor.open(of("alice"), 2)[0].session_id == first.session_id
+    assert not conductor.open(of("batch"), 3)[0].is_joined
+    assert conductor.admission.of_tenants()["alice"] == (1, 0)
+
+
+def test_a_key_that_comes_gets_the_next_lane() -> None:
+    conductor = connected(share=False)
+    n_lanes = conductor.admission.n_lanes
+    names = ["batch"] * (n_lanes + 3) + ["alice"]
+    opened = [
+        conductor.open(dataclasses.replace(request(str(at)), tenant=Tenant(name)), 1)[0].session_id
+        for at, name in enumerate(names)
+    ]
+    started = conductor.left(opened[0], 2)
+    assert [each.session_id for each in started if isinstance(each, Started)] == [opened[-1]]
+
+
+def test_a_key_that_may_run_more_streams_starts_those_that_waited() -> None:
+    facts = dataclasses.replace(FACTS, n_lanes=4)
+    conductor = connected(facts, share=False)
+
+    def started(name: str, streams: int) -> list[int]:
+        tenant = Tenant("batch", streams_max=streams)
+        _, instructions = conductor.open(dataclasses.replace(request(name), tenant=tenant), 1)
+        return [each.session_id for each in instructions if isinstance(each, Started)]
+
+    assert [started("a", 1), started("b", 1), started("c", 1)] == [[1], [], []]
+    assert started("d", 4) == [2, 3, 4]

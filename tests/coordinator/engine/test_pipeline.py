@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from relayline.coordinator.engine.descriptions import check_stages
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.sessions.generation import SamplingParams
+from relayline.coordinator.sessions.tenants import Tenant
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.engine import ggml
 from relayline.wire.common.errors import (
@@ -68,6 +70,17 @@ async def test_every_other_cut_equals_whole(cut: int, artifacts: Artifacts, whol
         outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(p, 10))) for p in prompts))
     for prompt, tokens in zip(prompts, outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_request_that_would_keep_awake_what_is_to_sleep_is_not_admitted(artifacts: Artifacts) -> None:
+    def refuse(tenant: Tenant) -> None:
+        raise NotReadyError(f"no {tenant.name}")
+
+    async with fleet(artifacts([2])) as running:
+        running.pipeline.check_awake = refuse
+        with pytest.raises(NotReadyError, match="no batches"):
+            running.pipeline.open(dataclasses.replace(request(prompt_of(0, 5), 10), tenant=Tenant("batches")))
+        assert not len(running.pipeline.conductor.readers)
 
 
 @pytest.mark.parametrize("mode", ["drain", "fixed"])

@@ -66,6 +66,8 @@ def test_an_idle_pipeline_switches_at_once(world: World) -> None:
     assert described["move"] == {
         "number": 1, "cuts": [3, 5], "stages": ["a", "b", "c"], "state": "done", "state_s": 6.75, "took_s": 2.25,
         "keep": ["a"], "waiting_for": [], "paused_s": 0.25, "kept_tokens": 0, "replayed_tokens": 0, "problem": "",
+        "layers": [[0, 3], [3, 5], [5, 8]],
+        "before": {"stages": ["a", "b", "c"], "layers": [[0, 3], [3, 6], [6, 8]]},
     }  # fmt: skip
     assert not world.moves.connected(3 * S), "a later epoch is no change"
 
@@ -132,6 +134,17 @@ def test_a_stage_that_leaves_ends_the_change_until_the_switch(world: World, stat
     assert world.moves.cut(1, (True, True, True), 5 * S) == [], "a late event changes nothing"
     assert world.moves.prepared(1, 0, 5 * S) == []
     assert world.moves.begin((2, 5), 6 * S) == [Cut(2, (2, 5))], "another may be begun"
+
+
+def test_others_take_over_from_a_stage_that_is_lost_in_the_switch(world: World) -> None:
+    world.prepared()
+    world.conductor.availability.enter(Phase.RECOVERING, 3 * S)
+    with pytest.raises(NotReadyError, match=r"already being moved \(switching\)"):
+        world.moves.begin((2, 5), 4 * S)
+    first = world.moves.latest
+    assert first is not None
+    assert world.moves.begin((4,), 5 * S, (0, 2)) == [Cut(2, (4,))]
+    assert (first.state, first.problem) == (MoveState.FAILED, "b did not come back with the new layers")
 
 
 def test_stages_that_never_get_ready_end_the_change(world: World) -> None:

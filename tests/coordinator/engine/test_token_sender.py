@@ -24,7 +24,7 @@ async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixtur
     session = Session(1, GenerationRequest("r", (1, 2), 1, SamplingParams()), lambda _: False)
     with caplog.at_level(logging.ERROR, logger="relayline.coordinator"):
         sender.push([frame.leave() for frame in session.start()])
-        error = await asyncio.wait_for(lost, 10)
+        error = await asyncio.wait_for(lost, 60)
     assert isinstance(error, InternalError)
     assert "sending to stage 0 failed" in error.message
     assert caplog.records[0].exc_info is not None

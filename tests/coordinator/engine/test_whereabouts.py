@@ -9,6 +9,7 @@ import pytest
 
 from relayline.coordinator.engine import whereabouts as module
 from relayline.coordinator.engine.whereabouts import whereabouts
+from relayline.deploy.machine.ports import free_port
 from relayline.wire.links.security import PLAINTEXT
 from tests.support.served_stage import served
 
@@ -20,16 +21,27 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 1.0)
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+async def test_a_stage_of_this_host_is_where_it_says() -> None:
+    for reported in ("", "127.0.0.1"):
+        assert await whereabouts("laptop", reported, "127.0.0.1", 5, PLAINTEXT) == ("127.0.0.1:5", "")
+    assert await whereabouts("laptop", "", "::1", 5, PLAINTEXT) == ("[::1]:5", "")
 
 
-@pytest.mark.parametrize("reported", ["", "10.9.8.7"])
-async def test_nobody_is_asked_where_both_say_the_same(reported: str) -> None:
-    assert await whereabouts("laptop", reported, "10.9.8.7", 5, PLAINTEXT) == ("10.9.8.7:5", "")
-    assert await whereabouts("laptop", "", "fd00::1", 5, PLAINTEXT) == ("[fd00::1]:5", "")
+@pytest.mark.parametrize("reported", ["", ELSEWHERE])
+async def test_a_stage_behind_a_closed_port_is_told_of_the_relay(
+    reported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_loopback", lambda host: False)  # as if it were another machine
+    port = free_port()
+    address, line = await whereabouts("laptop", reported, ELSEWHERE, port, PLAINTEXT)
+    assert address == f"{ELSEWHERE}:{port}"
+    assert line.startswith(f"stage laptop cannot be reached at {address} (")
+    assert f"open port {port} on its host" in line
+    assert line.endswith("if it is behind NAT or a firewall, start it with --relay")
+    assert "\n" not in line
+    async with served() as stage:
+        host, _, there = stage.address.rpartition(":")
+        assert await whereabouts("laptop", reported and host, host, int(there), PLAINTEXT) == (stage.address, "")
 
 
 async def test_a_stages_own_address_is_used_where_it_is_right() -> None:

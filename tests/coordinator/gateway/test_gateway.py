@@ -20,9 +20,11 @@ from relayline.coordinator.gateway import forward, links
 from relayline.coordinator.gateway.forward import PIPELINE_HEADER
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.tenants import Tenant
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.cli.console_http import Coordinator
 from relayline.wire.common.errors import OverloadedError, UsageError
+from relayline.wire.common.phase import Phase
 from tests.support.gateway_world import Pipeline, gateway, pipelines, until
 from tests.support.http_support import Gate, Step, says, tokens
 from tests.support.polling import pause
@@ -80,6 +82,28 @@ async def test_the_model_chooses_the_pipeline_and_all_models_are_listed(tokenize
         for path, expected in (("/v1/models/org/small", 200), ("/v1/models/huge", 404), ("/v1/models/chat", 200)):
             async with session.get(path) as answer:
                 assert answer.status == expected
+
+
+async def test_a_pipeline_that_sleeps_gets_requests(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat") as served:
+        generator = served[0].generator
+        generator.ready, generator.otherwise = False, Phase.SLEEPING
+        async with gateway(served) as session:
+            await until(session, a="sleeping")
+            generator.ready = True
+            assert (await asked(session, "/v1/chat/completions", chat()))[:2] == (200, "a")
+
+
+async def test_the_clients_of_ollama_find_all_models(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "org/small") as served, gateway(served) as session:
+        async with session.get("/api/tags") as answer:
+            listed = (await answer.json())["models"]
+        assert [(each["name"], each["context_length"]) for each in listed] == [("chat", 512), ("org/small", 512)]
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": False}
+        status, name, found = await asked(session, "/api/chat", body | {"model": "org/small:latest"})
+        assert (status, name, found["done"]) == (200, "b", True)
+        status, _, found = await asked(session, "/api/chat", body | {"model": "huge"})
+        assert (status, list(found)) == (404, ["error"])
 
 
 async def test_a_stream_is_passed_on_as_it_is_made(tokenizer: Tokenizer) -> None:
@@ -283,6 +307,29 @@ async def test_the_last_event_of_a_response_whose_replica_dies_has_the_next_numb
     assert last["param"] is None
 
 
+async def test_lines_of_a_replica_that_dies_end_with_one_that_says_why(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat") as served, gateway(served) as session:
+        served[0].generator.script = held(Gate())
+        pieces: list[bytes] = []
+        has_text = asyncio.Event()
+
+        async def read() -> None:
+            body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
+            async with session.post("/api/chat", json=body) as answer:
+                async for piece in answer.content.iter_any():
+                    pieces.append(piece)
+                    has_text.set()
+
+        reading = asyncio.create_task(read())
+        await has_text.wait()
+        await served[0].kill()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await reading
+    *before, last = [json.loads(line) for line in b"".join(pieces).splitlines()]
+    assert all("message" in each for each in before)
+    assert list(last) == ["error"]
+
+
 async def test_a_replica_that_dies_before_its_first_byte_is_replaced_by_another(tokenizer: Tokenizer) -> None:
     async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
         gate = Gate()
@@ -309,8 +356,6 @@ async def test_a_replica_without_room_sends_its_request_to_another(tokenizer: To
 async def test_a_replica_that_answers_no_more_is_given_up(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "POLL_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(links, "LOST_AFTER_S", 0.1)
     async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
         gate, silent = Gate(), Gate()
         served[0].generator.script = held(gate)
@@ -321,6 +366,8 @@ async def test_a_replica_that_answers_no_more_is_given_up(
             await silent.pass_through()
             return {}
 
+        monkeypatch.setattr(links, "POLL_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(links, "LOST_AFTER_S", 0.1)
         monkeypatch.setattr(served[0].generator, "describe", silence)
         assert (await asking)[:2] == (200, "b")
         await until(session, a="dead")
@@ -339,6 +386,11 @@ async def test_stored_responses_are_found_where_they_are(tokenizer: Tokenizer) -
             async with session.get(f"{path}/input_items") as answer:
                 assert answer.status == 200
             assert (await asked(session, f"{path}/cancel", {}))[:2] == (400, first)
+            _, first, response = await asked(session, "/v1/responses", body | {"background": True, "stream": False})
+            path = f"/v1/responses/{response['id']}"
+            assert response["status"] == "queued"
+            assert (await asked(session, f"{path}/cancel", {}))[:2] == (200, first)
+            other = next(each for each in served if each.name != first)
         async with gateway([other, *(each for each in served if each is not other)]) as session:  # it knows nothing
             async with session.get(path) as answer:
                 assert (answer.status, answer.headers[PIPELINE_HEADER]) == (200, first)
@@ -357,7 +409,12 @@ async def test_every_route_of_one_pipeline_is_below_its_name(tokenizer: Tokenize
             ("/pipelines/b/version", 200),
             ("/pipelines/c/version", 404),
             ("/v1/telemetry", 400),
+            ("/is_sleeping", 400),
             ("/v1/pipeline/live", 400),
+            ("/v1/files", 400),
+            ("/v1/files/file-1/content", 400),
+            ("/v1/batches/batch_1", 400),
+            ("/pipelines/b/v1/batches", 501),
             ("/props?model=chat", 200),
             ("/props?model=huge", 404),
             ("/nothing", 404),
@@ -434,6 +491,86 @@ async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Pa
             assert (await asked(session, "/v1/chat/completions", chat(), headers=theirs_given))[0] == 200
         async with gateway(served) as session, session.get("/v1/pipeline") as answer:
             assert (await answer.json())["pipelines"][0]["problem"] == "it requires an API key"
+
+
+async def test_a_pipeline_learns_whose_request_it_is_from_a_gateway_that_it_trusts(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    for options, expected in (("gateway=yes", Tenant("house/alice")), ("share=2", Tenant("house"))):
+        for path, text in ((own, f"alice: {KEY} share=3 priority=low\n"), (theirs, f"house: {OTHER_KEY} {options}\n")):
+            path.write_text(text)
+            path.chmod(0o600)
+        async with (
+            pipelines(tokenizer, "chat", keys=theirs) as served,
+            gateway(served, key=OTHER_KEY, api_keys_file=own) as session,
+        ):
+            forged = bearer | {"X-Relayline-On-Behalf": "%7B%22name%22:%22boss%22%7D"}
+            for headers in (bearer, forged):
+                assert (await asked(session, "/v1/chat/completions", chat(), headers=headers))[0] == 200
+            tenants = [request.tenant for request in served[0].generator.requests]
+            assert tenants == [expected, expected]
+            assert {tenant.share for tenant in tenants} == {3 if options == "gateway=yes" else 2}
+
+
+async def test_a_key_that_does_not_steer_changes_no_pipeline_behind_a_gateway(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    for path, text in ((own, f"guest: {KEY} steers=no\nowner: {KEY[::-1]}\n"), (theirs, OTHER_KEY)):
+        path.write_text(text)
+        path.chmod(0o600)
+    async with (
+        pipelines(tokenizer, "chat", keys=theirs) as served,
+        gateway(served, key=OTHER_KEY, api_keys_file=own) as session,
+    ):
+        for key, expected in ((KEY, 403), (KEY[::-1], 200)):  # the pipeline knows the gateway's key alone
+            bearer = {"Authorization": f"Bearer {key}"}
+            for path in ("/pipelines/a/v1/telemetry", "/pipelines/a//v1/telemetry"):
+                async with session.put(path, json={"level": "off"}, headers=bearer) as answer:
+                    assert answer.status == expected, path
+            async with session.get("/pipelines/a/v1/telemetry", headers=bearer) as answer:
+                assert answer.status == 200
+        guest, owner = ({"Authorization": f"Bearer {key}"} for key in (KEY, KEY[::-1]))
+        async with session.post("/v1/requests/x/cancel", headers=guest) as answer:
+            assert answer.status == 403
+        for path in ("/pipelines/a/sleep", "/pipelines/a/wake_up", "/sleep/", "/v1/wake_up"):
+            assert (await asked(session, path, {}, headers=guest))[:2] == (403, ""), path
+        for path in ("/sleep", "/wake_up"):
+            for headers in (guest, owner):
+                status, name, found = await asked(session, path, {}, headers=headers)
+                assert (status, name) == (400, ""), "of one pipeline, which must be named"
+                assert f"/pipelines/NAME{path}" in found["error"]["message"]
+
+
+async def test_a_gateway_heeds_which_models_a_key_may_use(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text(f"alice: {KEY} models=small\n")
+    own.chmod(0o600)
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    async with (
+        pipelines(tokenizer, "chat", "small") as served,
+        gateway(served, api_keys_file=own) as session,
+    ):
+        assert (await asked(session, "/v1/chat/completions", chat(model="small"), headers=bearer))[:2] == (200, "b")
+        for path, body in (
+            ("/v1/chat/completions", chat(model="chat")),
+            ("/v1/chat/completions", chat()),
+            ("/pipelines/a/v1/chat/completions", chat(model="chat")),
+            ("/pipelines/a/v1/chat/completions", {"messages": []}),
+        ):
+            assert (await asked(session, path, body, headers=bearer))[0] == 404
+        for path in ("/v1/chat/completions", "/pipelines/b/v1/chat/completions"):
+            for lora, expected in (([{"id": 1}], 400), ([], 200), (None, 200)):
+                body = chat(model="small", lora=lora)
+                status, _, answered = await asked(session, path, body, headers=bearer)
+                assert status == expected, lora
+                assert ("a gateway cannot tell" in str(answered)) is (expected == 400)
+        async with session.get("/v1/models", headers=bearer) as answer:
+            assert [card["id"] for card in (await answer.json())["data"]] == ["small"]
+        async with session.get("/v1/models/chat", headers=bearer) as answer:
+            assert answer.status == 404
 
 
 async def test_large_bodies_are_read_by_a_separate_process(

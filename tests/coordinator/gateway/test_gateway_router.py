@@ -255,6 +255,8 @@ def test_long_conversations_keep_marks_at_both_ends() -> None:
         ({"n_predict": -1}, (None, 256)),
         ({"model": 3, "max_output_tokens": 1 << 40}, (None, 1_024)),
         ({"model": "m", "max_tokens": "many"}, ("m", 256)),
+        ({"name": "m"}, ("m", 256)),
+        ({"model": "m", "name": "other"}, ("m", 256)),
     ],
 )
 def test_model_and_length_are_read_as_far_as_they_make_sense(
@@ -267,3 +269,20 @@ def test_model_and_length_are_read_as_far_as_they_make_sense(
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b'{"model":"\xff"}', b"[" * 5_000, b'{"messages":{"a":1}}'])
 def test_no_body_is_too_broken_to_be_sent_on(raw: bytes) -> None:
     assert peek(raw).model is None
+
+
+def test_a_replica_that_sleeps_is_woken_once_the_others_have_no_free_lane() -> None:
+    router = router_of(a=Heard(("chat",), True, n_lanes=4, rests=True), b=Heard(("chat",), True, n_lanes=2))
+    a, b = router.backends
+    for key in range(2):
+        assert router.choose(Asked("chat")) is b
+        b.sent(key, Asked("chat"))
+    assert router.choose(Asked("chat")) is a
+    a.heard(Heard(("chat",), True, n_lanes=4), 1)
+    b.ended(0)
+    assert router.choose(Asked("chat")) is a, "awake, it has less to do"
+
+
+def test_where_all_replicas_sleep_one_is_woken() -> None:
+    router = router_of(a=Heard(("chat",), True, rests=True), b=Heard(("chat",), True, rests=True))
+    assert router.choose(Asked("chat")) is router.backends[0]

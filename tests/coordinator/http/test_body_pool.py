@@ -158,14 +158,14 @@ async def test_workers_stop_when_nobody_waits_for_them(tokenizer: Tokenizer) -> 
     second = asyncio.create_task(completed(pool, {"prompt": [104]}))
     third = asyncio.create_task(completed(pool, {"prompt": [105]}))
     await asyncio.sleep(0)
-    assert pool._long._line._n_working == {"a": 1}
+    assert pool._long._turns._line._n_working == {"a": 1}
     third.cancel()
     await asyncio.sleep(0)
     assert not second.done()
     first.cancel()
     assert unpacked((await asyncio.wait_for(second, WAIT_S)).prompts[0]) == (104,)
     assert first.cancelled() or await asyncio.gather(first, return_exceptions=True)
-    assert not pool._long._turns
+    assert not pool._long._turns._waiting
     pool.close()
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayline.coordinator.http.edge.crowd import Crowd, Full, address_group
+from relayline.coordinator.http.edge.crowd import Crowd, Full
+from relayline.wire.links.security import address_group
 
 
 def crowd_of(*keys: str) -> Crowd[str]:

@@ -33,7 +33,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import NotReadyError, OverloadedError, StageLostError
 from relayline.wire.common.process import OPEN_FILES_MAX
-from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Gate, Served, serving, tokens
+from tests.support.http_support import CREATED, MODEL, FakeGenerator, Gate, Served, serving, tokens
 
 SHORT = {"head_timeout_s": 0.3, "idle_timeout_s": 0.9, "body_stall_s": 0.3, "linger_s": 0.2, "close_timeout_s": 0.3}
 PROMPT = json.dumps({"prompt": "x", "max_tokens": 5}).encode()
@@ -47,12 +47,6 @@ def gzipped(data: bytes) -> bytes:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
-
-@pytest.fixture(autouse=True)
-async def in_time() -> AsyncIterator[None]:
-    async with asyncio.timeout(WAIT_S):
-        yield
 
 
 def head(path: str = "/v1/completions", *headers: str, method: str = "POST", version: str = "1.1") -> bytes:
@@ -304,7 +298,13 @@ class Layers:
         return {}
 
 
-NO_BODY = {"/v1/responses/{id}", "/v1/responses/{id}/cancel"}  # the path has the parameter
+NO_BODY = {  # the path has the parameter
+    "/v1/responses/{id}",
+    "/v1/responses/{id}/cancel",
+    "/v1/requests/{id}/cancel",
+    "/v1/files/{id}",
+    "/v1/batches/{id}/cancel",
+}
 
 
 async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_event_loop(
@@ -331,7 +331,7 @@ async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_even
         for method, path in asking:
             where = path.replace("{name}", "a")
             received = await answer_to(served, head(where, f"Content-Length: {(1 << 20) + 1}", method=method))
-            assert received.split()[1] == b"413", (method, path)
+            assert received.split()[1] in (b"413", b"501"), (method, path)  # 501: refused before a look at its body
             body = json.dumps({"zzz": "x" * 100_000}).encode()
             sent = head(where, f"Content-Length: {len(body)}", "Connection: close", method=method) + body
             assert (await answer_to(served, sent)).split()[1] in (b"400", b"413", b"501"), (method, path)

@@ -12,7 +12,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from relayline.coordinator.images.encoder import Encoder, Segment
+from relayline.coordinator.media.encoder import Encoder, Segment
+from relayline.coordinator.media.parts import Takes
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
@@ -34,6 +35,7 @@ class FakeEncoder(Encoder):
 
     def __init__(self) -> None:
         self.n_embd, self.identity, self.are_mutual = 4, b"fake", False
+        self.takes = Takes(images=True)
         self.asked: Counter[tuple[bytes, int]] = Counter()
         self.may_go = threading.Event()
         self.may_go.set()
@@ -46,7 +48,7 @@ class FakeEncoder(Encoder):
         if data.endswith(b"broken"):
             raise InvalidRequestError("it is no image that can be read")
         if data.endswith(b"fatal") and rows_max:
-            raise InternalError("the process that encodes images ended")
+            raise InternalError("the process that encodes images and audio ended")
         rows = np.full((N_ROWS if rows_max >= N_ROWS else 0, 4), data[-1], np.float32)
         return [[BEFORE], N_ROWS, [BEHIND]], rows
 
@@ -129,7 +131,7 @@ async def test_an_error_names_the_field_that_was_sent_in_one_line(tokenizer: Tok
     assert long["error"]["code"] == "context_length_exceeded"
     assert (PNG + b"3", N_ROWS) not in encoder.asked, "it was encoded for nothing"
     assert "prompt_logprobs" in scored["error"]["message"]
-    assert "the process that encodes images ended" in fatal["error"]["message"]
+    assert "the process that encodes images and audio ended" in fatal["error"]["message"]
     assert "fetches none from elsewhere" in elsewhere["error"]["message"]
     assert not generator.requests
 

@@ -18,18 +18,12 @@ from relayline.coordinator.sessions.generation import GenerationRequest, TokenEv
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import NotReadyError, StageLostError
-from tests.support.http_support import WAIT_S, FakeGenerator, Gate, Script, Served, Step, says, serving, tokens
+from tests.support.http_support import FakeGenerator, Gate, Script, Served, Step, says, serving, tokens
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
-
-@pytest.fixture(autouse=True)
-async def limited() -> AsyncIterator[None]:
-    async with asyncio.timeout(WAIT_S):
-        yield
 
 
 def endless(_request: GenerationRequest) -> Iterable[Step]:

@@ -304,7 +304,8 @@ async def test_the_level_is_changed_here_and_at_every_stage(tokenizer: Tokenizer
     async with session_of(tokenizer, world) as (session, _):
         async with session.get("/v1/telemetry") as reply:
             assert await reply.json() == {
-                "level": "summary", "sample_ratio": 1.0, "exporting": True, "exported_spans": 0, "dropped_spans": 0,
+                "level": "summary", "back_to": None, "back_in_s": None, "sample_ratio": 1.0,
+                "exporting": True, "exported_spans": 0, "dropped_spans": 0,
                 "remembered_requests": 0, "stages": ["summary", None, "summary"],
             }  # fmt: skip
         async with session.put("/v1/telemetry", json={"level": "frames", "sample_ratio": 0.25}) as reply:

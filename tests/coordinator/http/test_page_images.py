@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from relayline.coordinator.images.encoder import Encoder, Segment
-from relayline.coordinator.images.projector import pixels_of
+from relayline.coordinator.media.encoder import Encoder, Segment
+from relayline.coordinator.media.parts import Takes
+from relayline.coordinator.media.projector import pixels_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
-from relayline.wire.common.bounds import IMAGES_PER_REQUEST_MAX
+from relayline.wire.common.bounds import MEDIA_PER_REQUEST_MAX
 from tests.support.browser import Tab, browsing, chromium
 from tests.support.page_support import served
+from tests.support.tiny_audio import sound
 
 pytestmark = [
     pytest.mark.chromium,
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed; `apt install chromium` on Debian"),
 ]
 SENT_BYTES_MAX = 512 * 1024
+IMAGES = Takes(images=True)
 N_SHOWN = "document.querySelectorAll('.attached img').length"
 BUTTON = "[...document.querySelectorAll('.compose button')].find((b) => b.textContent === 'Attach image')"
 
@@ -32,8 +35,9 @@ BUTTON = "[...document.querySelectorAll('.compose button')].find((b) => b.textCo
 class Seeing(Encoder):
     """Two rows of each image; remembers the files."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes: Takes = IMAGES) -> None:
         self.n_embd, self.identity, self.are_mutual = 4, b"seeing", False
+        self.takes = takes
         self.files: list[bytes] = []
 
     def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], np.ndarray[Any, Any]]:
@@ -66,7 +70,8 @@ async def give(tab: Tab, event: str, *files: tuple[str, bytes]) -> None:
       const data = new DataTransfer();
       for (const [name, text] of {given}) {{
         const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-        data.items.add(new File([bytes], name, {{ type: name.endsWith(".txt") ? "text/plain" : "image/png" }}));
+        const type = {{ txt: "text/plain", wav: "audio/wav" }}[name.slice(-3)] || "image/png";
+        data.items.add(new File([bytes], name, {{ type }}));
       }}
       document.querySelector(".compose textarea").dispatchEvent(
         new {kind}({event!r}, {{ {data}: data, bubbles: true, cancelable: true }}));
@@ -110,9 +115,9 @@ async def test_a_person_attaches_images_and_asks_about_them(tokenizer: Tokenizer
         await send(tab, "what is this?", 2)
         assert await tab.value("document.querySelectorAll('.turn .seen img').length") == 2
         assert await tab.value(N_SHOWN) == 0
-        await give(tab, "paste", *[(f"{at}.png", noise(8 + at, 8)) for at in range(IMAGES_PER_REQUEST_MAX)])
-        await tab.until(f"document.querySelector('.bad').innerText.includes('at most {IMAGES_PER_REQUEST_MAX} images')")
-        assert await tab.value(N_SHOWN) == IMAGES_PER_REQUEST_MAX - 2
+        await give(tab, "paste", *[(f"{at}.png", noise(8 + at, 8)) for at in range(MEDIA_PER_REQUEST_MAX)])
+        await tab.until(f"document.querySelector('.bad').innerText.includes('at most {MEDIA_PER_REQUEST_MAX} images')")
+        assert await tab.value(N_SHOWN) == MEDIA_PER_REQUEST_MAX - 2
         await send(tab, "", 4)
         assert tab.problems == []
     assert encoder.files[0] == first, "it fits, and is sent as it is"
@@ -120,8 +125,8 @@ async def test_a_person_attaches_images_and_asks_about_them(tokenizer: Tokenizer
     height, width, _ = pixels_of(encoder.files[1]).shape
     assert abs(width / height - 2100 / 120) < 0.1, "smaller, and of the same shape"
     asked = world.generator.requests
-    assert [len(request.images) for request in asked] == [2, IMAGES_PER_REQUEST_MAX]
-    assert len(encoder.files) == IMAGES_PER_REQUEST_MAX, "those of the turn before are not encoded again"
+    assert [len(request.images) for request in asked] == [2, MEDIA_PER_REQUEST_MAX]
+    assert len(encoder.files) == MEDIA_PER_REQUEST_MAX, "those of the turn before are not encoded again"
 
 
 async def test_without_a_projector_the_page_shows_a_reason_and_no_button(tokenizer: Tokenizer) -> None:
@@ -132,3 +137,21 @@ async def test_without_a_projector_the_page_shows_a_reason_and_no_button(tokeniz
         await give(tab, "paste", ("pasted.png", noise(8, 8)))
         await tab.until("document.querySelector('.bad').innerText.includes('served without a projector')")
         assert tab.problems == []
+
+
+async def test_a_person_attaches_audio_where_the_projector_takes_it(tokenizer: Tokenizer) -> None:
+    encoder, file = Seeing(Takes(audio=True)), sound(1)
+    attach = "[...document.querySelectorAll('.compose button')].find((b) => b.textContent === 'Attach audio')"
+    async with served(tokenizer, encoder=encoder) as world, browsing() as tab:
+        await tab.go(f"{world.url}/#/chat")
+        await tab.until(f"{attach} && !{attach}.hidden")
+        await give(tab, "paste", ("picture.png", noise(8, 8)))
+        await tab.until("document.querySelector('.bad').innerText.includes('takes no images')")
+        await give(tab, "drop", ("said.wav", file))
+        await tab.until("document.querySelectorAll('.attached audio').length === 1")
+        await tab.until("document.querySelector('.attached audio').readyState > 0")
+        await send(tab, "what is said?", 2)
+        assert await tab.value("document.querySelectorAll('.turn .seen audio').length") == 1
+        assert tab.problems == []
+    assert encoder.files == [file]
+    assert [len(request.images) for request in world.generator.requests] == [1]

@@ -9,6 +9,7 @@ import pytest
 
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.common.units import MIB
 from tests.support.browser import browsing, chromium
 from tests.support.page_support import Described, FakeStage, served
 
@@ -16,8 +17,6 @@ pytestmark = [
     pytest.mark.chromium,
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed; `apt install chromium` on Debian"),
 ]
-
-MIB = 1 << 20
 
 
 async def test_stored_prefixes_are_counted_with_their_bytes_in_memory_and_on_disk(

@@ -20,7 +20,7 @@ from relayline.coordinator.joining.enrol import Enrolment, serve_enrolment
 from relayline.coordinator.joining.invitations import Desk, Invitation, WrongTokenError, may_be_called
 from relayline.deploy.launch import invitations
 from relayline.deploy.launch.certificates import init_authority, issue, revoke
-from relayline.deploy.launch.invitations import SigningAuthority, invite
+from relayline.deploy.launch.invitations import SigningAuthority
 from relayline.stage.joining import enrol as client
 from relayline.stage.joining.enrol import Joined, enrol, memberships, renewed
 from relayline.wire.common import bounds
@@ -121,6 +121,10 @@ def test_a_stage_gets_no_certificate_for_another_host():
 
 
 # --- both ends over TLS ---------------------------------------------------------------------------------------------
+
+
+def invite(ca: Path, name: str, host: str, now: datetime.datetime | None = None) -> JoinToken:
+    return read_token(invitations.invite(ca, name, host, now).token)
 
 
 @pytest.fixture
@@ -317,3 +321,29 @@ async def test_a_revoked_or_foreign_key_renews_no_certificate(port: Port, caplog
     revoke(port.ca, lambda identity: identity == OLD, NOW)
     with pytest.raises(UnauthenticatedError, match="is revoked"):
         authority.holder(pem, NOW + HOUR)
+
+
+# --- stages that others reach through the relay ---------------------------------------------------------------------
+
+
+async def test_a_relayed_stages_certificate_holds_at_the_coordinators_host_and_no_others(ca: Path, tmp_path: Path):
+    issue(ca, "head.test", (), 30, ca / "head", NOW, role=Role.COORDINATOR)
+    security = load_security(ca / "head", environment={}, role=Role.COORDINATOR)
+    config = EnrolConfig(SigningAuthority(ca), "127.0.0.1", 0)
+
+    def names(joined: Joined) -> set[str]:
+        return {*names_of(read_certificate(joined.directory / "cert.pem"))}
+
+    async with serve_enrolment(config, security, "0.0.0.0:7000") as address:
+        number, root = int(address.rpartition(":")[2]), tmp_path / "disk"
+        token = invite(ca, "old", "old.test")
+        dialled = await asyncio.to_thread(enrol, "127.0.0.1", number, token, root)
+        assert "head.test" not in names(dialled)
+        relayed = await asyncio.to_thread(enrol, "127.0.0.1", number, token, root, is_relayed=True)
+        assert "head.test" in names(relayed), "the same line with --relay renews it"
+        assert [one.file.is_relayed for one in memberships(root)] == [True], "a later `relayline join` goes on so"
+        fresh = invite(ca, "new", "new.test")
+        first = await asyncio.to_thread(enrol, "127.0.0.1", number, fresh, root, is_relayed=True)
+        assert {"head.test", "new.test"} <= names(first)
+        await asyncio.to_thread(renewed, first, "127.0.0.1", number)
+        assert [one.file.is_relayed for one in memberships(root) if one.file.name == "new"] == [False], "--no-relay"

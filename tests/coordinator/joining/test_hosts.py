@@ -19,11 +19,11 @@ from relayline.coordinator.joining.config import JoiningStage, PoolState
 from relayline.coordinator.joining.hosts import Hosts
 from relayline.coordinator.joining.service import JoinService
 from relayline.coordinator.planner.instance import ModelShape
-from relayline.coordinator.planner.memory import GIB
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.units import GIB
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.settings.table import PREFIX_MEMORY_AUTO, EngineSettings
 
@@ -81,6 +81,38 @@ async def test_the_others_share_where_they_have_room(monkeypatch: pytest.MonkeyP
     assert world.kept[-1] == PoolState((3, 6), ("a", "b", "c"), ("b",))
     with pytest.raises(NotReadyError, match="layers are already being moved"):
         await world.hosts.drain("a", is_drained=True)
+
+
+class Steps:
+    """What a stage's steps cost, in milliseconds."""
+
+    rows_max = 64
+    decode = SimpleNamespace(is_known=True)
+
+    def __init__(self, ms: int) -> None:
+        self._ms = ms
+
+    def decode_ns(self, _rows: int) -> float:
+        return self._ms * 1e6
+
+
+async def test_others_take_over_from_a_stage_that_is_lost_in_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 64)
+    world.moves.begin((3, 5), world.now_ns)
+    world.moves.cut(1, (True, False, False), world.now_ns)
+    for at in range(3):
+        world.moves.prepared(1, at, world.now_ns)
+    world.hosts.left(1)
+    world.pipeline.conductor.availability.enter(Phase.RECOVERING, world.now_ns)
+    world.pipeline.phase = Phase.RECOVERING
+    await world.hosts.look()
+    assert world.begun == [], "it may come back"
+    world.now_ns += 60 * S
+    # Measured with two layers on c, which is as fast as a; the switch gave it three.
+    planner = SimpleNamespace(stages=[Steps(3), Steps(3), Steps(2)])
+    monkeypatch.setattr(world.pipeline.conductor.scheduler, "planner", planner)
+    await world.hosts.look()
+    assert world.begun == [((4,), (0, 2))], "not by the new layers: c would count as faster, and have more"
 
 
 async def test_a_change_without_room_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining import service as join_service
 from relayline.coordinator.joining.artifact_reader import read_chunks
 from relayline.coordinator.joining.config import engine_message
+from relayline.coordinator.relay.child import RelayChild
 from relayline.stage.joining.client import FETCH, JOIN, Member
 from relayline.wire.common.errors import (
     ArtifactError,
@@ -28,6 +29,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.links import rpc
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.settings.table import EngineSettings
 from tests.support.join_support import JoinPort, content, join_port
 
 WAIT_S = 20
@@ -35,7 +37,7 @@ WAIT_S = 20
 
 @pytest_asyncio.fixture
 async def port(tmp_path: Path) -> AsyncIterator[JoinPort]:
-    async with asyncio.timeout(60), join_port(tmp_path / "split") as running:
+    async with join_port(tmp_path / "split") as running:
         yield running
 
 
@@ -59,6 +61,15 @@ async def test_a_stages_order_has_all_it_needs(port: JoinPort, tmp_path: Path) -
     assert order.pipeline_json == (tmp_path / "split" / "pipeline.json").read_bytes()
     assert order.engine == engine_message(port.config.stages[1].engine)
     await member.close()
+
+
+async def test_only_the_last_stage_hears_of_prediction_layers(tmp_path: Path) -> None:
+    """Releases without the setting refuse an order that has it."""
+    async with asyncio.timeout(60), join_port(tmp_path / "split", EngineSettings(mtp_drafts=2)) as port:
+        members = [await port.join(name, name) for name in ("box1", "box2")]
+        assert [member.order.engine.more.get("mtp_drafts", "") for member in members] == ["", "2"]
+        for member in members:
+            await member.close()
 
 
 async def test_the_pipeline_is_whole_when_all_have_reported(port: JoinPort) -> None:
@@ -285,3 +296,20 @@ async def test_fetch_needs_a_ticket_and_takes_no_names(port: JoinPort) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await call.read()
         assert isinstance(rpc.typed(failure.value, "x"), StaleEpochError)
+
+
+async def test_a_relayed_stage_is_not_believed_where_it_is_reached(
+    port: JoinPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tunnels_end(self: RelayChild) -> int:
+        return 7_000
+
+    monkeypatch.setattr(RelayChild, "port", tunnels_end)
+    monkeypatch.setattr(RelayChild, "figures", lambda self: {"box1": {"port": 5_000}})
+    monkeypatch.setattr("relayline.coordinator.relay.child.FIGURES_S", 0.05)
+    member = await port.join(is_relayed=True)
+    await member.report(serving=pb.StageServing(host="127.0.0.1", port=6_000, instance_id="engine"))
+    async with asyncio.timeout(WAIT_S):
+        assert "reached at port 6000, but the relay has port 5000" in (await member.lost).message
+    assert port.roster.missing() == ["box1", "box2"]
+    await member.close()

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
+from relayline.coordinator.joining.members import OpenMembership
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline, store_pipeline
@@ -65,10 +66,8 @@ async def port(tmp_path: Path) -> AsyncIterator[ChangingPort]:
     store_pipeline(other, msgspec.structs.replace(described, pipeline_id="next", cuts=(3,), stages=(first, last)))
     config = JoinConfig(tuple(JoiningStage(name) for name in NAMES))
     roster, services = make_roster(config), list[JoinService]()
-    async with (
-        asyncio.timeout(60),
-        serve_joining(config, tmp_path / "split", file, roster, PLAINTEXT, services.append) as (address, _),
-    ):
+    joining = serve_joining(config, tmp_path / "split", file, roster, PLAINTEXT, services.append)
+    async with joining as (address, _):
         made = ChangingPort(address, roster, config)
         made.service, made.heard = services[0], Heard()
         made.service.changes, made.next = made.heard, Split.at(other, load_pipeline(other))
@@ -113,6 +112,32 @@ async def test_reports_of_stages_reach_the_mover(port: ChangingPort) -> None:
     assert orders[1].change.step == pb.LAYER_CHANGE_STEP_DROP
     with pytest.raises(ArtifactError, match="was cancelled"):
         await fetched(two, orders[0].artifact.sha256)
+    for member in (one, two):
+        await member.close()
+
+
+async def test_a_change_that_is_given_up_while_stages_are_told_is_prepared_by_no_further_one(
+    port: ChangingPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep a second slice in memory for nothing, or take the next change's for this one's."""
+    one, two = await port.join("box1"), await port.join("box2", "p2")
+    say, is_told, goes_on = port.service._say, asyncio.Event(), asyncio.Event()
+
+    async def slow(member: OpenMembership, order: pb.JoinResponse) -> None:
+        await say(member, order)
+        is_told.set()
+        await goes_on.wait()
+
+    monkeypatch.setattr(port.service, "_say", slow)
+    preparing = asyncio.create_task(port.service.prepare(1, port.next, (False, False)))
+    await is_told.wait()
+    monkeypatch.setattr(port.service, "_say", say)
+    await port.service.drop(1)
+    goes_on.set()
+    await preparing
+    steps = [(await two.changes.get()).change.step, *[(await one.changes.get()).change.step for _ in range(2)]]
+    assert steps == [pb.LAYER_CHANGE_STEP_DROP, pb.LAYER_CHANGE_STEP_PREPARE, pb.LAYER_CHANGE_STEP_DROP]
+    assert two.changes.empty()
     for member in (one, two):
         await member.close()
 

@@ -63,7 +63,7 @@ async def test_a_survey_is_complete_when_every_host_has_reported() -> None:
         )
         await unknown.report_progress(pb.ARTIFACT_PHASE_MEASURING, 0, 0)
         await unknown.report(measured=measured)
-        await asyncio.wait_for(port.service.is_complete.wait(), 10)
+        await asyncio.wait_for(port.service.is_complete.wait(), 60)
         found = port.service.reports["box1"]
         assert found.samples == (Sample(90, 0, ((1, 1_000.0), (4, 2_000.0))),)
         assert found.link is not None
@@ -73,7 +73,7 @@ async def test_a_survey_is_complete_when_every_host_has_reported() -> None:
         assert ("box1", HostState.MEASURING) in port.states
         port.states.clear()
     for member in (known, unknown):
-        assert isinstance(await asyncio.wait_for(member.lost, 10), NotReadyError), "they join again, for their layers"
+        assert isinstance(await asyncio.wait_for(member.lost, 60), NotReadyError), "they join again, for their layers"
         await member.close()
     assert port.states == [], "no stage is reported as lost"
 
@@ -86,9 +86,9 @@ async def test_a_spare_is_let_in_and_not_waited_for() -> None:
         await spare.report(measured=pb.HostMeasured(round_trip_ns=5, bytes_per_s=1e6))
         unknown = await port.join("box1")
         await unknown.report(measured=pb.HostMeasured(slices=[costs((1, 1_000))]))
-        await asyncio.wait_for(port.service.is_complete.wait(), 10)
+        await asyncio.wait_for(port.service.is_complete.wait(), 60)
         await unknown.close()
-    assert isinstance(await asyncio.wait_for(spare.lost, 10), NotReadyError), "it joins again, for its order"
+    assert isinstance(await asyncio.wait_for(spare.lost, 60), NotReadyError), "it joins again, for its order"
     await spare.close()
 
 
@@ -105,7 +105,7 @@ async def test_a_host_that_cannot_be_measured_is_planned_by_its_own_report() -> 
     async with surveyed() as port:
         member = await port.join("box1")
         await member.report(measured=pb.HostMeasured(failure=pb.StageFailure(label="native", message="no such type")))
-        await asyncio.wait_for(port.service.is_complete.wait(), 10)
+        await asyncio.wait_for(port.service.is_complete.wait(), 60)
         found = port.service.reports["box1"]
         assert (found.samples, found.problem) == ((), "no such type")
         await member.close()
@@ -116,7 +116,7 @@ async def test_a_stage_that_knows_no_surveys_is_not_waited_for_and_comes_again()
         with pytest.raises(NotReadyError, match="no plan yet") as refused:
             await port.join("box1", measures=False)
         assert refused.value.retryable
-        await asyncio.wait_for(port.service.is_complete.wait(), 10)
+        await asyncio.wait_for(port.service.is_complete.wait(), 60)
         assert "cannot measure" in port.service.reports["box1"].problem
 
 
@@ -133,7 +133,7 @@ async def test_an_impossible_measurement_ends_the_membership(measured: pb.HostMe
     async with surveyed() as port:
         member = await port.join("box1")
         await member.report(measured=measured)
-        lost: RelaylineError = await asyncio.wait_for(member.lost, 10)
+        lost: RelaylineError = await asyncio.wait_for(member.lost, 60)
         assert isinstance(lost, ProtocolError)
         assert port.service.waits_for == ["box1"]
         await member.close()

@@ -20,9 +20,9 @@ from relayline.coordinator.planner.instance import Load
 from relayline.coordinator.planner.memory import compute_bytes, kv_cells
 from relayline.deploy.cli.model import inspect_command, split_command
 from relayline.deploy.models import progress, splits
-from relayline.deploy.planning.inputs import shape_of
+from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing.paths import ROOT
-from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError
+from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError, UsageError
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_shapes import INDEX_KEY, KV_RANK, ROPE
 
@@ -145,7 +145,7 @@ def test_split_command_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = make_tiny("cohere2moe", tmp_path / "m.gguf", n_layers=4)
     out = ["--out", str(tmp_path / "out")]
     runs = {
-        ("nothing.gguf", "--stages", "2"): ModelFileError,
+        ("nothing.gguf", "--stages", "2"): UsageError,
         (str(model), "--stages", "2"): UnsupportedArchitectureError,
         (str(model), "--cuts", "9", "--experimental"): CutError,
         (str(model), "--cuts", "3", "--experimental"): UnsupportedArchitectureError,

@@ -9,9 +9,10 @@ import gguf
 import msgspec
 import pytest
 
-from relayline.coordinator.model.projectors import PROJECTORS, check_projector
+from relayline.coordinator.model.projectors import AUDIO, PROJECTORS, check_projector
 from relayline.wire.common.errors import RelaylineError, UsageError
 from tests.support.fakes import pipeline_file
+from tests.support.tiny_audio import make_audio_projector
 from tests.support.tiny_projectors import make_projector
 
 FILE = msgspec.structs.replace(pipeline_file(1), architecture="llama", n_embd=48)
@@ -20,6 +21,7 @@ FILE = msgspec.structs.replace(pipeline_file(1), architecture="llama", n_embd=48
 def header(path: Path, architecture: str = "clip", **values: Any) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_bool("clip.has_vision_encoder", values.pop("vision", True))
+    writer.add_bool("clip.has_audio_encoder", values.pop("audio", False))
     for key, value in values.items():
         writer.add_string(f"clip.{key}", value)
     writer.write_header_to_file()
@@ -32,7 +34,22 @@ def header(path: Path, architecture: str = "clip", **values: Any) -> Path:
 @pytest.mark.parametrize("kind", PROJECTORS)
 def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
     file = msgspec.structs.replace(FILE, architecture=PROJECTORS[kind].architectures[0])
-    assert check_projector(make_projector(tmp_path / "mmproj.gguf", kind, n_embd=48), file) == kind
+    assert check_projector(make_projector(tmp_path / "mmproj.gguf", kind, n_embd=48), file).images == kind
+
+
+@pytest.mark.parametrize("kind", AUDIO)
+def test_every_kind_of_audio_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
+    file = msgspec.structs.replace(FILE, architecture=AUDIO[kind].architectures[0])
+    found = check_projector(make_audio_projector(tmp_path / "mmproj.gguf", kind, n_embd=48), file)
+    assert (found.images, found.audio, found.what) == ("", kind, "audio")
+
+
+def test_one_file_may_have_both_encoders(tmp_path: Path) -> None:
+    file = msgspec.structs.replace(FILE, architecture="qwen2vl")
+    found = check_projector(make_audio_projector(tmp_path / "mmproj.gguf", "qwen2.5o", n_embd=48), file)
+    assert (found.images, found.audio, found.what) == ("qwen2.5vl_merger", "qwen2a", "images and audio")
+    with pytest.raises(UsageError, match="kind gemma4a are not served: no stage was tried with its audio"):
+        check_projector(header(tmp_path / "other.gguf", vision=False, audio=True, projector_type="gemma4a"), FILE)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +60,7 @@ def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
         ({"vision.projector_type": "granite4_vision"}, "deepstack"),
         ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, gemma4v, qwen2vl_merger"),
         ({"architecture": "llama"}, "not a projector; give the file that the model's maker calls mmproj"),
-        ({"vision": False}, "no encoder for images"),
+        ({"vision": False}, "no encoder for images or audio"),
     ],
 )
 def test_others_are_refused_by_name(given: dict[str, Any], problem: str, tmp_path: Path) -> None:

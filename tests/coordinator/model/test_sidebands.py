@@ -19,7 +19,7 @@ from relayline.coordinator.planner.instance import Host, Instance, Load, Machine
 from relayline.coordinator.planner.memory import stage_memory
 from relayline.coordinator.planner.speed import Speed
 from relayline.deploy.cli.model import inspect_command
-from relayline.deploy.planning.inputs import shape_of
+from relayline.deploy.planning.shapes import shape_of
 from relayline.stage.engine import row_parts
 from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.embedding import EmbeddingTable

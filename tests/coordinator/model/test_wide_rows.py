@@ -11,13 +11,15 @@ import pytest
 from click.testing import CliRunner
 
 from relayline.coordinator.model.families import FAMILIES
+from relayline.coordinator.model.family import Metadata
+from relayline.coordinator.model.family_rules import deepseek4_kv_values, deepseek4_states
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.instance import Host, Instance, Load, Machine
 from relayline.coordinator.planner.speed import Speed
 from relayline.deploy.cli.model import inspect_command
-from relayline.deploy.planning.inputs import shape_of
+from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.engine import capture
@@ -149,3 +151,15 @@ def test_inspect_shows_row_widths_and_lane_states(tmp_path: Path) -> None:
     facts = json.loads(CliRunner().invoke(inspect_command, [model, "--json"]).stdout)
     assert facts["row_widths"] == [N_EMBD, *[STREAMS * N_EMBD] * 7]
     assert facts["state_bytes_per_lane_total"] == sum(inspect_model(Path(model)).state_bytes_per_lane) > 0
+
+
+def test_deepseek4_counts_compressed_cells_and_an_indexer_where_four_tokens_share_one() -> None:
+    values = {
+        "attention.compress_ratios": (0, 4, 128, 4),
+        "attention.key_length": 512,
+        "attention.indexer.key_length": 128,
+    }
+    facts = Metadata(values, (), 4, 100)
+    sparse = 512 + (512 + 128) // 4
+    assert deepseek4_kv_values(facts) == (512, sparse, 512 + 512 // 128, sparse)
+    assert deepseek4_states(facts) == (0, 2 * 2 * 4 * 2 * 640, 2 * 128 * 512, 2 * 2 * 4 * 2 * 640)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import re
+
 import pytest
 
 from relayline.coordinator.observe.losses import lost_stage
@@ -30,3 +33,12 @@ def test_the_stage_that_was_lost(reason: str, brought_by: int | None, expected: 
     error = StageLostError(reason)
     error.stage_index = brought_by
     assert lost_stage(error, ADDRESSES, NAMES) == expected
+
+
+def test_new_ports_leave_no_patterns_behind() -> None:
+    before = sum(type(each) is re.Pattern for each in gc.get_objects())
+    for port in range(50_000, 50_100):
+        addresses = [f"h:{port}", f"h:{port}1"]
+        assert lost_stage(StageLostError(f"the link to h:{port}1 closed"), addresses) == 1
+        assert lost_stage(StageLostError(f"h:{port}1 says: the link to h:{port} closed"), addresses) == 0
+    assert sum(type(each) is re.Pattern for each in gc.get_objects()) <= before

@@ -53,6 +53,53 @@ def test_every_figure_is_there_under_its_name() -> None:
     assert ("relayline_stage_steps_total", "1") not in found  # a silent stage has no figures, not zeros
 
 
+def test_batches_are_counted_where_some_are_kept() -> None:
+    batches = {"running": 1, "waiting": 2, "requests_waiting": 30, "requests_done": 12, "requests_failed": 3}
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(render(DESCRIBED | {"batches": batches})[0].decode())
+        for sample in family.samples
+    }
+    assert [found["relayline_offline_batches", "m", state] for state in ("running", "waiting")] == [1, 2]
+    states = ("waiting", "done", "failed")
+    assert [found["relayline_offline_requests", *sorted(("m", state))] for state in states] == [30, 12, 3]
+    assert "relayline_offline" not in render(DESCRIBED)[0].decode()
+
+
+def test_what_the_relay_carries_is_there_for_relayed_stages_alone() -> None:
+    relay = {"port": 5, "connected": 1, "connections": 7, "taken": 9, "refused": 2, "to_stage_bytes": 30,
+             "from_stage_bytes": 40}  # fmt: skip
+    first, second = DESCRIBED["stages"]  # type: ignore[misc]
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(
+            render(DESCRIBED | {"stages": [first, {**second, "relay": relay}]})[0].decode()
+        )
+        for sample in family.samples
+        if sample.name.startswith("relayline_relay_")
+    }
+    assert found == {
+        ("relayline_relay_connections", "1"): 7,
+        ("relayline_relay_refused_connections_total", "1"): 2,
+        ("relayline_relay_bytes_total", "1", "in"): 30,
+        ("relayline_relay_bytes_total", "1", "out"): 40,
+    }
+
+
+def test_a_sleep_is_a_metric_as_long_as_the_stages_hold_nothing() -> None:
+    sleep = {"state": "waking", "sleeps": 3, "wakes": 2, "failed": 1, "woke_in_s": 4.5}
+    text = render(DESCRIBED | {"sleep": sleep})[0].decode()
+    for line in (
+        'relayline_asleep{model_name="m"} 1.0',
+        'relayline_sleeps_total{model_name="m"} 3.0',
+        'relayline_wakes_total{model_name="m",outcome="woken"} 2.0',
+        'relayline_wakes_total{model_name="m",outcome="failed"} 1.0',
+        'relayline_last_wake_duration_seconds{model_name="m"} 4.5',
+    ):
+        assert line in text
+    assert 'relayline_asleep{model_name="m"} 0.0' in render(DESCRIBED)[0].decode()
+
+
 def test_a_certificates_expiry_is_a_metric() -> None:
     text = render(DESCRIBED | {"certificate_expires_unix_s": 1_800_000_000.0})[0].decode()
     assert 'relayline_certificate_expires_timestamp_seconds{model_name="m"} 1.8e+09' in text

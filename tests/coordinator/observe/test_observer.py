@@ -222,6 +222,47 @@ def test_chunks_are_spans_below_prefill_from_level_batches_on() -> None:
             assert [times_of(chunk) for chunk in chunks] == [(3_000, 3_050), (3_002, 3_100)]
 
 
+def test_the_queue_span_says_that_the_request_waited_for_a_wake() -> None:
+    world = World()
+    record = world.receive()
+    started, never = world.open(record), world.open(record, choice=1)
+    world.observer.woke(4.5, 2_900)
+    world.run(started)
+    world.observer.ended(never.record, 3_400)
+    world.observer.answered(record, 3_500)
+    world.observer.close()
+    spans = world.kept.spans()
+    queues = [span for span in spans if span.name == names.SPAN_QUEUE]
+    assert len(queues) == 2
+    for span in queues:
+        (event,) = span.events
+        assert (event.name, event.timestamp - OFFSET_NS) == (names.EVENT_WOKEN, 2_900)
+        assert dict(event.attributes or {}) == {"detail": "the stages loaded in 4.5 s"}
+    assert not any(span.events for span in spans if span.name == names.SPAN_PREFILL), "it had not begun"
+
+
+def test_the_queue_span_says_that_the_request_waited_for_a_lost_stage() -> None:
+    world = World()
+    record = world.receive()
+    before = world.open(record, 1_500)
+    world.observer.lost("stage 1 is gone", 1_700, 1)
+    after = world.open(record, 2_000, 1)
+    world.observer.connected(N_STAGES)
+    later = world.open(record, 2_500, 2)
+    for session in (before, after, later):
+        world.run(session)
+    world.observer.answered(record, 3_500)
+    world.observer.close()
+    queues = sorted((span for span in world.kept.spans() if span.name == names.SPAN_QUEUE), key=times_of)
+    assert [[(event.name, event.timestamp - OFFSET_NS) for event in span.events] for span in queues] == [
+        [(names.EVENT_HELD, 1_700)],
+        [(names.EVENT_HELD, 2_000)],
+        [],
+    ]
+    assert dict(queues[0].events[0].attributes or {}) == {"detail": "stage 1 is gone"}
+    assert names.SPAN_RECOVERY not in {span.name for span in world.kept.spans()}, "it did not run"
+
+
 def test_losses_and_what_is_read_again_stand_in_their_phase() -> None:
     world = World()
     session = world.open(world.receive())

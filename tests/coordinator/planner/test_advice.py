@@ -6,11 +6,12 @@ import dataclasses
 
 from relayline.coordinator.planner.advice import advice, longest_context
 from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape
-from relayline.coordinator.planner.memory import GIB, stage_memory
+from relayline.coordinator.planner.memory import stage_memory
 from relayline.coordinator.planner.quantisations import larger_quantisation, smaller_quantisation
 from relayline.coordinator.planner.search import best_split
 from relayline.coordinator.planner.speed import ROWS, Speed
 from relayline.coordinator.planner.whatif import explain
+from relayline.wire.common.units import GIB
 
 MB = 1_000_000
 MODEL = ModelShape(

@@ -10,11 +10,12 @@ import pytest
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.costs import Costs, best_rate
 from relayline.coordinator.planner.instance import Gpu, Host, Instance, Load, Machine, ModelShape, Offload
-from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN, MIB, gpu_usable_bytes, stage_memory
+from relayline.coordinator.planner.memory import GPU_RESERVE_BYTES_MIN, gpu_usable_bytes, stage_memory
 from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.search import best_split
 from relayline.coordinator.planner.speed import roofline
 from relayline.coordinator.planner.whatif import explain
+from relayline.wire.common.units import GIB, MIB
 
 N_LAYERS = 8
 MODEL = ModelShape(

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.costs import Costs, Cycle, best_rate, candidates
 from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape
-from relayline.coordinator.planner.memory import GIB, machine_usable_bytes, stage_memory, usable_bytes
+from relayline.coordinator.planner.memory import machine_usable_bytes, stage_memory, usable_bytes
 from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.search import Edges, Room, best_split
 from relayline.coordinator.planner.speed import ROWS, Sample, Speed, from_samples, roofline
 from relayline.coordinator.planner.whatif import explain, one_more, other_last
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import RoundTrip
+from relayline.wire.common.units import GIB
 from tests.support.examples import thinned
 
 MB = 1_000_000

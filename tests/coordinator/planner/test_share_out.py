@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from relayline.coordinator.planner.share_out import GIB, Holder, NoRoomError, share_out
+from relayline.coordinator.planner.share_out import Holder, NoRoomError, share_out
+from relayline.wire.common.units import GIB
 
 N = 12
 
@@ -72,6 +73,8 @@ def test_missing_room_is_named_by_stage_in_one_line() -> None:
         "no room for all layers: a would need 6.0 GiB for layers 0-5 and has 5.0 GiB free; "
         "b would need 6.0 GiB for layers 6-11 and has 3.0 GiB free"
     )
+    with pytest.raises(NoRoomError, match="and has 0 B free"):
+        share_out([Holder("a", 1.0, -GIB)], N, need, any_cut)
     with pytest.raises(NoRoomError, match="no stage is left to hold the layers"):
         share_out([], N, need, any_cut)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayline.coordinator.planner.instance import Host, Instance, Load, Machine, ModelShape
-from relayline.coordinator.planner.memory import GIB, stage_memory
+from relayline.coordinator.planner.memory import stage_memory
 from relayline.coordinator.planner.search import Room
 from relayline.coordinator.planner.speed import ROWS, Speed
 from relayline.coordinator.planner.usual_context import (
@@ -20,6 +20,7 @@ from relayline.coordinator.planner.usual_context import (
     SPARE,
     usual_context,
 )
+from relayline.wire.common.units import GIB
 
 MB = 1_000_000
 # The sizes of a model of 8 billion weights in Q4_K_M: 4.9 GB, and 128 KiB of cache for each token.
@@ -63,7 +64,8 @@ def small(model: ModelShape = MODEL, **changes: object) -> ModelShape:
         (64, small(), (32, 16_384)),
         (64, small(ctx_train=8_192), (32, 8_192)),
         (64, small(ctx_train=5_000), (32, 4_864)),
-        (64, small(ctx_train=512), (32, 2_048)),
+        (64, small(ctx_train=512), (32, 512)),
+        (64, small(ctx_train=100), (32, 100)),
         (64, small(ctx_train=0), (32, 2_048)),
         (64, dataclasses.replace(MODEL, kv_bytes=(0,) * 32), (32, 32_768)),
     ],
@@ -87,6 +89,9 @@ def test_all_hosts_count_and_one_of_unknown_memory_leaves_the_usual() -> None:
     assert usual_context(instance(8, 8), None, None) == (4, 8_192), "one alone holds less"
     assert usual_context(instance(24, 24), None, None) == (8, 8_192)
     assert usual_context(instance(24, None), None, None) == (32, 2_048)
+    assert usual_context(instance(24, None, model=small(ctx_train=1_024)), None, None) == (32, 1_024), (
+        "no more positions"
+    )
 
 
 @given(
@@ -107,8 +112,9 @@ def test_a_choice_fits_with_spare_memory_or_nothing_better_does(
     n_lanes, ctx_tokens = usual_context(problem, lanes, tokens)
     assert lanes in (None, n_lanes)
     assert tokens in (None, ctx_tokens)
+    least = tokens or min(CTX_LEAST, usual_context(instance(512, model=small(ctx_train=ctx_train)), None, None)[1])
     if tokens is None:
-        assert CTX_LEAST <= ctx_tokens <= max(CTX_LEAST, min(ctx_train, CTX_MOST))
+        assert least <= ctx_tokens <= min(ctx_train or CTX_LEAST, CTX_MOST)
 
     def fits(wanted_lanes: int, wanted_tokens: int) -> bool:
         load = dataclasses.replace(LOAD, n_lanes=wanted_lanes, ctx_tokens=wanted_tokens)
@@ -117,10 +123,10 @@ def test_a_choice_fits_with_spare_memory_or_nothing_better_does(
     load = dataclasses.replace(LOAD, n_lanes=n_lanes, ctx_tokens=ctx_tokens)
     whole = stage_memory(model, load, 0, 32)
     is_default = (n_lanes, ctx_tokens) == (lanes or LOAD.n_lanes, tokens or LOAD.ctx_tokens)
-    is_least = ctx_tokens == (tokens or CTX_LEAST)
+    is_least = ctx_tokens == least
     if not is_default and not is_least:
         assert fits(n_lanes, SPARE * ctx_tokens), "as much memory stays free as the cache takes"
         assert whole.kv_bytes <= max(CACHE_BYTES_MAX, whole.weights_bytes)
     elif not fits(n_lanes, ctx_tokens):
-        others = itertools.product((lanes,) if lanes else (32, 16, 8, 4), (tokens or CTX_LEAST,))
+        others = itertools.product((lanes,) if lanes else (32, 16, 8, 4), (least,))
         assert not any(fits(*other) for other in others), "less is only refused where nothing fits"

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from relayline.coordinator.planner.instance import Load, ModelShape
-from relayline.coordinator.planner.memory import GIB, compute_bytes, kv_cells, stage_memory, window_kv_cells
+from relayline.coordinator.planner.memory import compute_bytes, kv_cells, stage_memory, window_kv_cells
 from relayline.wire.common.checkpoints import CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.kv_layout import keeps_window, window_cells
+from relayline.wire.common.units import GIB
 
 KV_BYTES = 4_096
 # Twelve layers, of which every sixth has no window, as in Gemma 3.

@@ -197,7 +197,7 @@ def test_nothing_is_drafted_without_batching_or_before_speeds_are_known(mode: st
 def test_an_ended_stream_is_forgotten() -> None:
     drafts = DraftFlights(DRAFT_AUTO)
     scheduler = Scheduler(ScheduleConfig(draft=DRAFT_AUTO), planner(CURVES["arithmetic"](), 4))
-    scheduler._drafts = drafts
+    scheduler.drafts = drafts
     (session,) = decoding(scheduler, 1, range(60, 99))
     scheduler.take(0)
     assert drafts.may_follow
@@ -206,3 +206,13 @@ def test_an_ended_stream_is_forgotten() -> None:
     assert not drafts.may_follow
     assert not drafts._offers._of
     assert scheduler.take(2)[0][0].flags == Flag.CLOSE
+
+
+def test_rows_without_guesses_cost_no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> list[int]:
+        raise AssertionError("there is nothing to plan")
+
+    monkeypatch.setattr("relayline.coordinator.schedule.draft_flights.best_counts", asked)
+    scheduler = Scheduler(ScheduleConfig(draft=DRAFT_AUTO), planner(CURVES["arithmetic"](), 4))
+    decoding(scheduler, 2, range(0))
+    assert shapes(scheduler.take(0)) == [[(3, 1, False)], [(3, 1, False)]]

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
-from relayline.coordinator.schedule.prompt_line import PromptLine
+from relayline.coordinator.schedule.prompt_line import LOWER_EVERY, PromptLine
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.tenants import Level, Tenant
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.frames import Flag
 from tests.support.examples import thinned
@@ -69,6 +70,49 @@ def test_whose_rows_others_wait_for_is_as_urgent_as_they() -> None:
     assert line.upcoming() is other, "the rows that the follower waits for have left"
     assert [(f.session, f.flags, f.argument) for f in line.catch_up()] == [(follower, Flag.COPY_PREFIX, 1)]
     assert line.upcoming() is follower
+
+
+def test_prompts_of_a_low_level_are_read_after_others_unless_one_of_these_waits_for_them() -> None:
+    line = PromptLine()
+    sessions = [session_of(at, tuple(range(at * 100, at * 100 + 8))) for at in range(1, 5)]
+    low, low_leader, usual, follower = sessions
+    for each in (low, low_leader):
+        each.request = dataclasses.replace(each.request, tenant=Tenant("night", level=Level.LOW))
+    for each in (low, low_leader, usual):
+        each.start()
+        line.add(each, 0)
+    follower.start()
+    follower.follow(low_leader, 4)
+    line.add(follower, 0)
+    order = []
+    while line:
+        order += [frame.session for frame in line.next_chunks(4)]
+        line.catch_up()
+    assert low not in order[:-2], "it comes first, and each fourth turn is the oldest's of the best level"
+    assert set(order[:4]) <= {low_leader, usual, follower}
+    assert order[-2:] == [low, low]
+
+
+def test_a_prompt_of_a_low_level_is_read_at_last_where_better_ones_never_pause() -> None:
+    line = PromptLine()
+    batch, low = session_of(-1, tuple(range(8))), session_of(0, tuple(range(8)))
+    for each, level in ((batch, Level.BATCH), (low, Level.LOW)):
+        each.request = dataclasses.replace(each.request, tenant=Tenant(level.name, level=level))
+        each.start()
+        line.add(each, 0)
+    order = []
+    for at in range(1, 3 * LOWER_EVERY):
+        usual = session_of(at, (at, 1, 2, 3))
+        usual.start()
+        line.add(usual, 0)
+        order += [frame.session for frame in line.next_chunks(4)]
+    assert [turn + 1 for turn, each in enumerate(order) if each is low] == [LOWER_EVERY, 2 * LOWER_EVERY]
+    assert low not in line.sessions, "both chunks have been read"
+    while len(line) > 1:
+        assert batch not in [frame.session for frame in line.next_chunks(4)], (
+            "the oldest of all, while others are there"
+        )
+    assert [frame.session for frame in line.next_chunks(4)] == [batch]
 
 
 def test_a_line_of_sessions_that_wait_for_others_sends_nothing() -> None:

@@ -18,12 +18,12 @@ def session(session_id: int, n_prompt: int = 1, max_tokens: int = 1) -> Session:
 def test_lanes_then_the_line_then_a_refusal() -> None:
     admission = Admission(n_lanes=2, ctx_tokens=8, waiting_max=1)
     sessions = [session(index) for index in range(4)]
-    assert [admission.admit(each) for each in sessions[:3]] == [True, True, False]
+    assert [admission.admit(each) for each in sessions[:3]] == [sessions[:1], sessions[1:2], []]
     with pytest.raises(OverloadedError, match="all 2 lanes are taken and 1 requests"):
         admission.admit(sessions[3])
     assert admission.leave(sessions[3]) == []
     assert admission.leave(sessions[0]) == [sessions[2]]
-    assert admission.admit(sessions[3]) is False
+    assert admission.admit(sessions[3]) == []
 
 
 def test_a_request_fits_its_context_to_the_last_token() -> None:
@@ -68,7 +68,7 @@ def test_with_more_lanes_waiting_sessions_get_them_before_new_ones() -> None:
     admission, sessions = filled(1, 4, waiting_max=4)
     assert admission.resize(3, 16) == []
     assert list(admission.running.values()) == sessions[:3]
-    assert admission.admit(session(4, n_prompt=10)) is False
+    assert admission.admit(session(4, n_prompt=10)) == []
     assert admission.leave(sessions[0]) == [sessions[3]]
 
 
@@ -77,7 +77,7 @@ def test_sessions_without_a_lane_wait_first_and_limit_how_many_run() -> None:
     assert [admission.put_back(sessions[index]) for index in (1, 0)] == [True, True]
     assert list(admission.running.values()) == sessions[2:3]
     assert list(admission.waiting) == [sessions[index] for index in (0, 1, 3)]
-    assert admission.admit(session(4)) is False, "a lane may be free, but others came first"
+    assert admission.admit(session(4)) == [], "a lane may be free, but others came first"
     assert admission.leave(sessions[1]) == []
     assert [each.session_id for each in admission.leave(sessions[2])] == [0]
     assert [each.session_id for each in admission.try_lanes()] == [3]
@@ -93,7 +93,8 @@ def test_a_shortage_is_forgotten_where_nobody_waits() -> None:
     assert admission.is_short
     assert admission.try_lanes() == []
     assert not admission.is_short
-    assert admission.admit(session(4)) is True
+    new = session(4)
+    assert admission.admit(new) == [new]
 
 
 def test_a_session_gets_the_lowest_free_lane_and_keeps_it() -> None:

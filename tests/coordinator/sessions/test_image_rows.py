@@ -10,7 +10,7 @@ import pytest
 from relayline.coordinator.engine.descriptions import check_stages, merge
 from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
-from relayline.coordinator.images.encoded import row_numbers
+from relayline.coordinator.media.encoded import row_numbers
 from relayline.coordinator.schedule.prompt_line import PromptLine
 from relayline.coordinator.sessions.abilities import image_refusal
 from relayline.coordinator.sessions.drafts import Acceptance

@@ -60,7 +60,7 @@ def test_guesses_follow_behind_those_that_are_under_way() -> None:
     assert following is not None
     assert shape([following]) == [(5, (52, 53), GUESS | Flag.GUESSED)]
     assert following.n_drafted == 2
-    assert session.chances(9) == pytest.approx(session.drafter.chances(3, 2))  # type: ignore[union-attr]
+    assert session.chances(9) == pytest.approx(session.guesses.chances([0] * 3, 2))  # type: ignore[union-attr]
     session.sampled(4, 51)
     last = session.guess(9)
     assert last is not None

@@ -71,6 +71,23 @@ def test_a_host_of_the_manifest_that_is_this_machine_is_planned_as_such(
     assert [stage.is_local for stage in planned_manifest(str(path), []).stages] == [True, False]
 
 
+def test_the_command_counts_a_draft_model_and_promises_no_speed(model: Path) -> None:
+    small = make_tiny("llama", model.parent / "small.gguf", tokenizer=True, n_layers=1)
+    shown = relayline("plan", model, "--draft-model", small, "--draft-ctx", "2048", "--json")
+    assert shown.returncode == 0, shown.stderr
+    beside, alone = json.loads(shown.stdout), json.loads(relayline("plan", model, "--json").stdout)
+    assert alone["draft_model"] is None
+    assert (beside["draft_model"]["name"], beside["draft_model"]["ctx_tokens"]) == ("small.gguf", 2_048)
+    assert beside["draft_model"]["memory_bytes"] > beside["draft_model"]["kv_bytes"] > 0
+    assert [rate["streams"] for rate in beside["rates"]] == [rate["streams"] for rate in alone["rates"]]
+    text = relayline("plan", model, "--draft-model", small).stdout
+    assert "draft model small.gguf: 0." in text
+    assert "the rates are those without it" in text
+    refused = relayline("plan", model, "--draft-model", model.parent / "nope.gguf")
+    assert refused.returncode == 2, refused.stderr
+    assert "--draft-model" in refused.stderr
+
+
 def test_the_command_shows_the_main_figures(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(text_of(model))
@@ -89,7 +106,7 @@ def test_json_has_the_keys_that_its_docstring_names(model: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     keys = ["name", "model", "cuts", "exact", "lanes", "ctx_tokens", "streams", "reachable_tok_s", "stages", "rates"]
-    assert list(plan) == [*keys, "ttft_ms", "ttft_prompt_tokens", "links", "one_more", "advice", "notes"]
+    assert list(plan) == [*keys, "ttft_ms", "ttft_prompt_tokens", "links", "one_more", "draft_model", "advice", "notes"]
     facts = inspect_model(model)
     assert [tuple(stage["layers"]) for stage in plan["stages"]] == list(ranges(facts.n_layers, plan["cuts"]))
     assert sum(stage["weights_bytes"] for stage in plan["stages"]) == (

@@ -274,6 +274,27 @@ def ask(url: str, request_id: str) -> str:
     return found
 
 
+def test_top_shows_who_uses_the_pipeline_at_60_columns() -> None:
+    counts = {
+        "waiting": 243,
+        "requests": 1_200,
+        "prompt_tokens": 123_456_789,
+        "cached_tokens": 7,
+        "completion_tokens": 9,
+    }
+    after = described(0, 5)
+    after["keys"] = [{"name": f"key {at} of a team", "running": at, **counts} for at in range(14)]
+    out = io.StringIO()
+    figures = rates(after, after)
+    Console(file=out, width=60, highlight=False).print(frame("http://h", after, figures, 60))
+    text = out.getvalue()
+    assert "API key      running waiting requests prompt cached answers" in text
+    assert "key 13 of a…      13     243     1200   123M      7       9" in text
+    assert "and 2 more keys: GET /v1/usage" in text
+    assert "key 1 of" not in text, "those with most streams are shown"
+    assert [key["running"] for key in figures["keys"]] == list(range(13, -1, -1))
+
+
 def test_trace_and_top_of_a_served_pipeline(served: Running) -> None:
     url = served.event["url"]
     answer_id = ask(url, "from-a-test")
@@ -400,6 +421,8 @@ def test_a_server_that_demands_a_key_is_one_line(command: str, status: int) -> N
 @pytest.mark.parametrize("command", LOOKERS)
 def test_a_key_that_can_be_none_is_one_line(command: str) -> None:
     seen = relayline(*LOOKERS[command], "http://127.0.0.1:1", "--api-key", "two\nlines")
+    assert (seen.returncode, "cannot be printed" in seen.stderr, "lines" in seen.stderr) == (2, True, False)
+    seen = relayline(*LOOKERS[command], "http://127.0.0.1:1", "--api-key", "ké")
     assert (seen.returncode, "printable ASCII" in seen.stderr) == (2, True)
     assert "Traceback" not in seen.stderr
 

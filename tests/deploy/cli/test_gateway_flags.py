@@ -55,6 +55,14 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Gate
     return run
 
 
+def test_how_many_may_be_awake_is_a_flag_and_a_field(taken: Callable[..., GatewayConfig], tmp_path: Path) -> None:
+    assert taken("gateway", "--backend", "chat=http://10.0.0.7:8080").awake_max == 0
+    assert taken("gateway", "--backend", "chat=http://10.0.0.7:8080", "--awake-max", "2").awake_max == 2
+    (tmp_path / "house.yaml").write_text(MANIFEST + "  awakeMax: 3\n")
+    assert taken("up", "house.yaml").awake_max == taken("gateway", "--manifest", "house.yaml").awake_max == 3
+    assert taken("gateway", "--manifest", "house.yaml", "--awake-max", "0").awake_max == 0, "flags win"
+
+
 @pytest.mark.parametrize(
     "command",
     [("gateway", "--backend", "chat=http://10.0.0.7:8080"), ("gateway", "--manifest", "house.yaml"),
@@ -69,7 +77,8 @@ def test_rules_for_clients_are_flags_of_a_gateway(
     assert config.limits == HttpLimits(connections_per_address_max=7)
 
 
-def test_flags_win_over_a_manifest_and_leave_the_rest(taken: Callable[..., GatewayConfig]) -> None:
+def test_flags_win_over_a_manifest_and_leave_the_rest(taken: Callable[..., GatewayConfig], tmp_path: Path) -> None:
+    (tmp_path / "keys").touch()
     assert taken("gateway", "--manifest", "house.yaml").http == HttpListener(
         "127.0.0.2", 8090, allow_hosts=("house.example",)
     )

@@ -36,15 +36,18 @@ def test_a_token_is_for_the_stage_that_it_names(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_holds_no_credentials_names_the_variable_that_moves_it(tmp_path: Path) -> None:
+def test_a_place_that_holds_no_credentials_names_the_variable_that_moves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    arguments = ["127.0.0.1:1", str(new_token("old", b"a CA")), "--state", str(tmp_path / "file" / "x")]
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "x"))
+    arguments = ["127.0.0.1:1", str(new_token("old", b"a CA"))]
     with pytest.raises(StartError, match="credentials cannot be kept here: Not a directory; XDG_STATE_HOME=DIRECTORY"):
         CliRunner().invoke(join_command, arguments, catch_exceptions=False)
 
 
 def test_without_a_token_one_membership_has_to_be_meant(tmp_path: Path) -> None:
-    assert "it has joined nothing yet" in refusal("--state", tmp_path)
+    assert "has not joined a pipeline yet" in refusal("--state", tmp_path)
     remember(tmp_path, "old", "10.0.0.1:50049")
     assert chosen(tmp_path).file.name == "old"
     remember(tmp_path, "older", "10.0.0.9:50049")

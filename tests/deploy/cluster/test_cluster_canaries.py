@@ -26,8 +26,9 @@ from relayline.deploy.testing.cluster.clock import S, Violation
 from relayline.deploy.testing.cluster.mover import Mover
 from relayline.deploy.testing.cluster.plan import CALM, KINDS
 from relayline.deploy.testing.cluster.run import Cluster, simulate_many
+from relayline.stage.engine import lane_windows
 from relayline.stage.queue_types import QueuedFrame
-from relayline.stage.steps import batcher, run_ahead, step
+from relayline.stage.steps import batcher, lane_copies, run_ahead, step
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lane_copies import LaneCopies
 from relayline.stage.steps.lanes import LaneTable
@@ -62,8 +63,8 @@ def goes_back_to_old_epochs(patch: pytest.MonkeyPatch) -> None:
 def sends_into_a_lost_epoch(patch: pytest.MonkeyPatch) -> None:
     lost = Conductor.lost
 
-    def goes_on(self: Conductor, *arguments: Any) -> Any:
-        instructions = lost(self, *arguments)
+    def goes_on(self: Conductor, *arguments: Any, **more: Any) -> Any:
+        instructions = lost(self, *arguments, **more)
         self._is_connected = True
         return instructions
 
@@ -128,15 +129,16 @@ def starts_nobody_again(patch: pytest.MonkeyPatch) -> None:
 def leaves_lanes_empty(patch: pytest.MonkeyPatch) -> None:
     """A session that waits for the lane of an ending one does not get it."""
 
-    def leave(self: Admission, session: Session) -> list[Session]:
-        self.running.pop(session.session_id, None)
+    def leave(self: Admission, session: Session, held_ns: int = 0) -> list[Session]:
+        if self.running.pop(session.session_id, None) is None:
+            self.waiting.remove(session)
         return []
 
     patch.setattr(Admission, "leave", leave)
 
 
 def counts_ended_sessions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "forget", lambda self, session_id, now_ns: None)
+    patch.setattr(Scheduler, "forget", lambda self, session_id: None)
 
 
 def goes_on_for_nobody(patch: pytest.MonkeyPatch) -> None:
@@ -228,6 +230,21 @@ def takes_no_lane_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prefixes, "left_behind", lambda self, going_on: [])
 
 
+def takes_the_window_of_another_position(patch: pytest.MonkeyPatch) -> None:
+    """A part of a lane is given the window of its end."""
+    patch.setattr(lane_windows.LaneWindows, "at", lambda self, n_tokens, n_positions: self.end[1])
+
+
+def gives_lanes_no_windows(patch: pytest.MonkeyPatch) -> None:
+    """A lane that was filled in pieces counts as whole once it has its other cells."""
+    patch.setattr(lane_copies._Copy, "n_all", property(lambda self: self.n_tokens + len(self.moves)))
+
+
+def forgets_to_move_windows(patch: pytest.MonkeyPatch) -> None:
+    """What is stored of a lane has empty windows."""
+    patch.setattr(lane_windows.Moves, "make", lambda self, number: None)
+
+
 ANY = KINDS
 # Each broken piece, and the scenario that shows it soonest.
 CANARIES = [
@@ -259,17 +276,38 @@ CANARIES = [
     (takes_no_lane_back, ("moves", "dies")),
     (gives_half_a_copy, ANY),
     (fills_lanes_of_nobody, ANY),
+    (takes_the_window_of_another_position, ANY),
+    (gives_lanes_no_windows, ANY),
+    (forgets_to_move_windows, ANY),
     (hands_layers_to_nobody_new, ("drains", "joins")),
     (forgets_who_prepares, ("joins", "dies", "moves")),
 ]
+# Rare faults: the first history of these seeds shows them. A change of the simulation can end that. Then the test
+# takes longer, until the number is searched again.
+SEEDS = {
+    goes_back_to_old_epochs: "canary 9",
+    sends_into_a_lost_epoch: "canary 54",
+    takes_any_row_ahead: "canary 0",
+    forgets_that_rows_see_each_other: "canary 3",
+    mixes_adapters: "canary 210",
+    cuts_images_into_chunks: "canary 3",
+    keeps_frames_of_ended_epochs: "canary 12",
+    takes_lanes_of_other_layers: "canary 18",
+    fills_lanes_of_nobody: "canary 14",
+    takes_the_window_of_another_position: "canary 144",
+    gives_lanes_no_windows: "canary 22",
+    forgets_to_move_windows: "canary 64",
+    forgets_who_prepares: "canary 18",
+}
 
 
 @pytest.mark.parametrize(("canary", "kinds"), CANARIES, ids=lambda given: getattr(given, "__name__", ""))
 def test_broken_code_is_found(canary: Canary, kinds: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     canary(monkeypatch)
     with pytest.raises(Violation) as found:
-        simulate_many("canary", N_SEEDS, kinds)
+        simulate_many(SEEDS.get(canary, "canary"), N_SEEDS, kinds)
     print(found.value)
+    assert not isinstance(found.value.__cause__, TypeError), "what breaks the code does not fit it any more"
 
 
 def test_a_request_that_brings_stages_down_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,9 @@ def figures(cluster: Cluster) -> dict[str, int]:
     return cluster.coordinators[0].conductor.prefixes.tier.figures()
 
 
-def test_chats_are_restored_after_others_took_their_lanes() -> None:
-    cluster = Cluster(chats())
+@pytest.mark.parametrize("keeps_window", [False, True], ids=["all cells", "windows"])
+def test_chats_are_restored_after_others_took_their_lanes(keeps_window: bool) -> None:
+    cluster = Cluster(dataclasses.replace(chats(), keeps_window=keeps_window))
     assert cluster.run().ends == {"length": 6}
     found = figures(cluster)
     assert (found["stored"], found["restored"]) == (6, 3)
@@ -104,8 +105,9 @@ def test_after_a_restart_of_one_stage(survives: bool) -> None:
     assert figures(cluster)["restored"] == (3 if survives else 0), "a state that one stage lost is restored by none"
 
 
-def test_a_lane_is_stored_while_the_next_stream_fills_it() -> None:
-    cluster = Cluster(close_together())
+@pytest.mark.parametrize("keeps_window", [False, True], ids=["all cells", "windows"])
+def test_a_lane_is_stored_while_the_next_stream_fills_it(keeps_window: bool) -> None:
+    cluster = Cluster(dataclasses.replace(close_together(), keeps_window=keeps_window))
     assert cluster.run().ends == {"length": 6}
     assert figures(cluster)["restored"] == 3
 

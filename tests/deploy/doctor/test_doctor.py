@@ -22,6 +22,7 @@ from relayline.deploy.doctor.examine import examine_manifest
 from relayline.deploy.doctor.plan import needed_memory_bytes, split_of, writes_bytes
 from relayline.deploy.doctor.report import Finding, Outcome, Probe, examine, ok
 from relayline.deploy.launch.certificates import init_authority, issue
+from relayline.deploy.machine import ports
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.testing.processes import relayline, running
 from relayline.wire.common.errors import UsageError
@@ -65,10 +66,7 @@ def taken() -> Iterator[int]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
+    return ports.free_port()
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -392,7 +390,9 @@ def test_api_keys(tmp_path: Path) -> None:
     assert look("apiKeysFile: keys").outcome is FAILURE
     keys = tmp_path / "keys"
     keys.write_text("# nothing\n")
-    assert "no key" in look("apiKeysFile: keys").found
+    assert "no API key" in look("apiKeysFile: keys").found
+    keys.write_text("me: 0123456789abcdef share=none\n")
+    assert look("apiKeysFile: keys").found.endswith("keys:1: share: expected `int`, got `str`")
     keys.write_text("me: 0123456789abcdef\n")
     keys.chmod(stat.S_IRUSR | stat.S_IROTH)
     assert look("apiKeysFile: keys").remedy == f"run: chmod 600 {keys}"
@@ -575,6 +575,6 @@ def test_the_command(model: Path, tmp_path: Path) -> None:
     line = next(line for line in sick.stdout.splitlines() if line.startswith("failure") and " model " in line)
     assert "nowhere.gguf" in line
     assert "-> correct spec.model in the manifest" in sick.stdout
-    assert relayline("doctor", tmp_path / "none.yaml").returncode == 1
+    assert relayline("doctor", tmp_path / "none.yaml").returncode == 2
     assert "Traceback" not in sick.stderr
     assert sys.executable in relayline("doctor").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN
+from relayline.coordinator.planner.memory import GPU_RESERVE_BYTES_MIN, GpuMemory, StageMemory
 from relayline.deploy.launch.gateway.pipelines import clashes, pipelines_behind
 from relayline.deploy.launch.here import at_home, facing
 from relayline.deploy.launch.process_id import identify
@@ -18,11 +19,12 @@ from relayline.deploy.machine.gpus import Gpu
 from relayline.deploy.manifest.gateway import load_gateway
 from relayline.deploy.manifest.load import ManifestError
 from relayline.deploy.manifest.model import JOIN_PORT
-from relayline.deploy.planning.report import Plan
+from relayline.deploy.planning.report import Draft, Plan
 from relayline.deploy.planning.together import missing_memory, shared_machines
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.units import GIB
 from tests.support.tiny_models import make_tiny
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: {kind}\nmetadata: {{name: {name}}}\nspec:\n"
@@ -145,6 +147,16 @@ def test_memory_is_added_up_where_pipelines_share_a_machine(house: Write, monkey
     (line,) = missing_memory(plans)
     assert line.startswith("localhost: ")
     assert "GiB are missing: the pipelines need a 0." in line
+    assert missing_memory(plans, awake_max=2) == [line]
+    assert missing_memory(plans, awake_max=1) == [], "they are never there together"
+
+
+def test_plan_says_how_many_pipelines_it_counts(house: Write) -> None:
+    path = house("  awakeMax: 1\n  pipelines: [{name: a, manifest: inner.yaml}, {name: b, manifest: inner.yaml}]\n")
+    shown = relayline("plan", path)
+    assert shown.returncode == 0, shown.stderr
+    said = " ".join(shown.stdout.split())
+    assert "awakeMax 1: of each machine's memory only the pipeline that needs most is counted" in said
 
 
 def test_so_is_the_memory_of_a_gpu(house: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +164,7 @@ def test_so_is_the_memory_of_a_gpu(house: Write, monkeypatch: pytest.MonkeyPatch
 
     def planned(size_bytes: int) -> list[tuple[str, Plan]]:
         monkeypatch.setattr(
-            "relayline.deploy.planning.inputs.known_gpus", lambda: (Gpu("CUDA0", "a card", size_bytes),)
+            "relayline.deploy.planning.drafting.known_gpus", lambda: (Gpu("CUDA0", "a card", size_bytes),)
         )
         return [(each.name, make_plan(each.manifest)) for each in pipelines_behind(load_gateway(path))]
 
@@ -165,6 +177,24 @@ def test_so_is_the_memory_of_a_gpu(house: Write, monkeypatch: pytest.MonkeyPatch
     assert needed is not None
     (line,) = missing_memory(planned(GPU_RESERVE_BYTES_MIN + needed.total_bytes * 3 // 2))
     assert line.startswith("CUDA0 of localhost: ")
+    draft = Draft("small", 2_048, StageMemory(0, 0, 0, gpu=GpuMemory(30 * GIB, 40 * GIB, 20 * GIB)), 2 * 80 * GIB)
+    first, (name, second) = planned(80 * GIB)
+    hosts = tuple(dataclasses.replace(host, offload=None) for host in second.instance.hosts)
+    stages = tuple(
+        dataclasses.replace(stage, gpu="", memory=dataclasses.replace(stage.memory, gpu=None))
+        for stage in second.prediction.stages
+    )
+    beside = dataclasses.replace(
+        second,
+        instance=dataclasses.replace(second.instance, hosts=hosts),
+        prediction=dataclasses.replace(second.prediction, stages=stages),
+        draft=draft,
+    )
+    assert missing_memory([first, (name, beside)]) == []
+    both = dataclasses.replace(draft, gpus_bytes=80 * GIB)  # it has no second GPU to be on
+    (line,) = missing_memory([first, (name, dataclasses.replace(beside, draft=both))])
+    assert line.startswith("CUDA0 of localhost: ")
+    assert "b 90.00 GiB" in line
 
 
 def test_up_names_ports_that_two_pipelines_want_before_it_starts_any(house: Write) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from relayline.deploy.launch.child import Child
+from relayline.deploy.testing.processes import TIMEOUT_S
 
 # Far more than a pipe and the reader's buffer hold, with an unreadable event in the middle.
 CHATTY = """
@@ -46,7 +47,7 @@ async def test_a_child_is_not_held_up_by_the_reader_of_its_lines(
     child = Child("stage-0", (), refuse(kind), refuse(kind))
     await child.start()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT_S):
             assert await child.ready == {"event": "ready"}
             await child.exited.wait()
     finally:

@@ -35,15 +35,15 @@ spec:
 """
 BAD_FILES = {
     "--api-keys BAD": "a key is 16 to 512",
-    "--api-keys NONE": "does not exist",
+    "--api-keys NONE": "no such file",
     "--http-cert BAD --http-key BAD": "is not a PEM certificate",
     "--http-cert BAD": "go together",
-    "--chat-template NONE": "No such file",
+    "--chat-template NONE": "no such file",
     "--chat-template TEMPLATE": "does not compile",
     "--mmproj NONE": "no such file",
     "--mmproj BAD": "BAD",
-    "--tls NONE": "is not a directory",
-    "--token-file NONE": "does not exist",
+    "--tls NONE": "no such directory",
+    "--token-file NONE": "no such file",
     "--jaeger-url box": "give an address",
     "--cors box": "is not an origin",
     "--draft 4 --policy drain": "needs --policy auto",
@@ -52,6 +52,8 @@ BAD_FILES = {
     "--join-listen TAKEN": "--join-listen: TAKEN is taken",
     "--stages 127.0.0.1:1": "give either --stages",
     "--enrol-listen 127.0.0.1:0": "--enrol-listen needs",
+    "--plan-file no/such/plan.json": "no/such/plan.json: there is no directory no/such",
+    "--keep-layers no/such/kept.json": "there is no directory no/such",
 }
 
 
@@ -68,7 +70,7 @@ def taken() -> Iterator[str]:
 
 
 def refusal(command: click.Command, *arguments: str) -> str:
-    with pytest.raises(RelaylineError) as caught:
+    with pytest.raises((RelaylineError, click.BadParameter)) as caught:
         command.main(list(arguments), standalone_mode=False)
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -103,15 +105,16 @@ def test_a_stage_refuses_before_it_loads_or_joins(taken: str, tmp_path: Path, mo
     monkeypatch.setattr(process, "run_stage", began)
     monkeypatch.setattr(joining, "run_joined", began)
     monkeypatch.setattr(join, "_joined", began)  # which uses the token up
+    (tmp_path / "s.gguf").touch()
     line = f"{taken} is taken by another process; end it, or take another port"
     for where in (("--artifact", str(tmp_path / "s.gguf")), ("--join", "127.0.0.1:1", "--name", "a")):
         assert refusal(stage_command, *where, "--listen", taken) == f"--listen: {line}"
         assert refusal(stage_command, *where, "--metrics", taken) == f"--metrics: {line}"
     assert refusal(join_command, "127.0.0.1:1", "TOKEN", "--listen", taken) == f"--listen: {line}"
-    open_to_all = refusal(stage_command, "--artifact", "s.gguf", "--listen", "0.0.0.0:0")
+    open_to_all = refusal(stage_command, "--artifact", str(tmp_path / "s.gguf"), "--listen", "0.0.0.0:0")
     assert "would listen on 0.0.0.0, beyond this machine, without TLS" in open_to_all
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "nowhere")
-    assert "is not a collector's address" in refusal(stage_command, "--artifact", "s.gguf")
+    assert "is not a collector's address" in refusal(stage_command, "--artifact", str(tmp_path / "s.gguf"))
 
 
 def test_up_refuses_credentials_and_collectors_before_it_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

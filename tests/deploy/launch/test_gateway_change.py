@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from relayline.deploy.cli.top_gateway import figures_of
+from relayline.deploy.cli.top_gateway import figures_of, gateway_frame
 from relayline.deploy.cli.unequal import gateway_lines
 from relayline.deploy.launch.board import unlike_manifest
 from relayline.deploy.launch.gateway.change import GatewayDifference, difference, join_ports, restarting
@@ -55,6 +57,7 @@ def shown(differs: GatewayDifference) -> tuple[str, str]:
         (RUNNING.replace("b.yaml", "inner.yaml"), "changed b", ""),
         (RUNNING.replace("{url: 'http://h:1'}", "{stages: [{name: x}]}"), "changed a-2", ""),
         (RUNNING + "  http: {port: 81}\n  allowHosts: [x]\n", "another order", "allowHosts,http.port"),
+        (RUNNING + "  awakeMax: 1\n", "another order", "awakeMax"),
         (RUNNING + "  apiKeysFile: keys\n", "another order", "apiKeysFile"),
     ],
 )
@@ -142,3 +145,16 @@ def test_a_gateways_pipelines_are_listed() -> None:
         "a   ready  serves m, 3 running, http://h:1",
         "bb  dead (it is off)  serves m, 3 running, http://h:1",
     ]
+
+
+def test_those_that_sleep_and_requests_that_wait_for_them_are_shown() -> None:
+    counts = {"running": 0, "others": 0, "lanes": 4, "work_tokens": 0, "sent": 1, "problem": "", "url": "http://h:1"}
+    listed = [
+        {"name": "a", "phase": "ready", "models": ["m"], "waiting": 0, **counts},
+        {"name": "b", "phase": "sleeping", "models": ["s"], "waiting": 2, **counts},
+    ]
+    whole = {"phase": "ready", "running": 0, "waiting": 2, "pipelines": listed}
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(gateway_frame("http://h", figures_of(whole, whole, 1.0)))
+    assert "0 running, 2 waiting, 1 of 2 pipelines ready, 1 asleep" in console.export_text()
+    assert gateway_lines(listed)[1] == "b  sleeping  serves s, 0 running, 2 waiting, http://h:1"

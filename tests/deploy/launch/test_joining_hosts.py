@@ -14,12 +14,12 @@ from click.testing import CliRunner
 
 from relayline.deploy.cli import drain
 from relayline.deploy.cli.control import _status_text
-from relayline.deploy.cli.join import invite_command
+from relayline.deploy.cli.invite import invite_command
 from relayline.deploy.launch import control
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.certificates import CA_KEY_FILE
 from relayline.deploy.launch.control import Launched, describe
-from relayline.deploy.launch.here import addresses_of, at_home, facing, is_this_machine
+from relayline.deploy.launch.here import at_home, facing
 from relayline.deploy.launch.invitations import SigningAuthority, has_joined, invite, invited_host
 from relayline.deploy.launch.inviting import authority_of, fresh_line
 from relayline.deploy.launch.own_tls import make_own_tls
@@ -28,6 +28,7 @@ from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import NOT_SEEN, STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.deploy.launch.tell import line_of
 from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting, time_text
+from relayline.deploy.machine.addresses import addresses_of, is_this_machine
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
@@ -126,12 +127,16 @@ def test_a_host_that_has_joined_is_known_to_come_back_by_itself(tmp_path: Path) 
     assert not invitation.used_by, "the new one is unused"
     assert not has_joined(tmp_path / "tls", "old", "10.0.0.7"), "another host has no certificate"
     event = {"event": "remote", "name": "old", "host": "old", "command": "relayline join X", "bring": ""}
+    both = line_of(event | {"short": "relayline join 482-177-309"}, as_json=False)
+    assert both == "on old, run:\n  relayline join X\n  or, within 30 minutes: relayline join 482-177-309"
     assert line_of(event, as_json=False) == "on old, run:\n  relayline join X"
     again = line_of(event | {"again": True}, as_json=False)
     assert again == "on old, unless it still runs there, run:\n  relayline join X"
 
 
-def test_a_gateway_gives_no_line_but_says_how_to_name_its_pipeline(tmp_path: Path) -> None:
+def test_a_gateway_gives_no_line_but_says_how_to_name_its_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = StateDir(tmp_path)
     directory.manifest.write_text("kind: Gateway\n")
     me = identify(os.getpid())
@@ -141,9 +146,15 @@ def test_a_gateway_gives_no_line_but_says_how_to_name_its_pipeline(tmp_path: Pat
         ProcessRecord("a", "pipeline", "here", HostState.READY),
     )
     state = LaunchState(STATE_VERSION, "front", "front.yaml", Phase.READY, me.pid, me.start_ticks, processes=both)
+    state = msgspec.structs.replace(state, url="http://127.0.0.1:1")  # which nobody is to ask
     asked = re.escape("front is a gateway; name the pipeline with --pipeline NAME (it runs here: a)")
     with pytest.raises(UsageError, match=asked):
         fresh_line(Launched(directory, state), "old")
+    monkeypatch.setattr(control, "find", lambda pipeline, state_dir: Launched(directory, state))
+    for more in ([], ["--spare"]):
+        result = CliRunner().invoke(invite_command, ["later", "--host", "10.0.0.7", *more])
+        assert isinstance(result.exception, UsageError), result.exception
+        assert re.fullmatch(asked, result.exception.message)
 
 
 def launched_four(tmp_path: Path, *processes: ProcessRecord) -> Launched:
@@ -178,23 +189,26 @@ def test_status_names_the_host_of_a_stage_that_was_added_while_serving_and_what_
     text = _status_text(facts)
     assert "pid or host" in text
     line = "  on {}, run the line that `up` printed for {}; a new one:\n    relayline invite {} --pipeline four"
-    assert line.format("10.0.0.7", "later", "later") in text
+    assert "  on 10.0.0.7, run:\n    relayline join 10.0.0.9:50049 later." in text, "the newest, while its code is good"
+    assert re.search(r"\n    or, until \d\d:\d\d: relayline join \d{3}-\d{3}-\d{3}\n", text)
     assert line.format(NOT_SEEN, "stranger", "stranger") in text
     assert "  on 10.0.0.2, run:\n    relayline join X Y" in text
 
 
 def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:
     directory, state = (four := launched_four(tmp_path)).directory, four.state
-    words = fresh_line(Launched(directory, state), "old").split()
+    line, short = fresh_line(Launched(directory, state), "old")
+    words = line.split()
     assert words[:3] == ["relayline", "join", "10.0.0.9:50049"]
     assert read_token(words[3]).name == "old"
+    assert re.fullmatch(r"relayline join \d{3}-\d{3}-\d{3}", short)
     for name in ("mini", "nobody"):
         with pytest.raises(
             UsageError, match=rf"no stage '{name}' on another host; its stages there: desk, server, old"
         ):
             fresh_line(Launched(directory, state), name)
-    later = fresh_line(Launched(directory, state), "later", "10.0.0.7").split()[3]
-    again = fresh_line(Launched(directory, state), "later").split()[3]
+    later = fresh_line(Launched(directory, state), "later", "10.0.0.7")[0].split()[3]
+    again = fresh_line(Launched(directory, state), "later")[0].split()[3]
     assert read_token(again).name == "later", "its host is known since it was invited"
     assert again != later
     ended = LaunchState(

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
-from relayline.deploy.cli.join_flags import coordinator_join
+from relayline.deploy.cli.join_flags import coordinator_join, fixed_stages
 from relayline.deploy.cli.options import given_settings
 from relayline.deploy.cli.serve import schedule_config, serve_command
 from relayline.deploy.cli.up import up_command
@@ -25,6 +25,7 @@ from relayline.deploy.launch.launch_plan import LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, make_stage_tokens, needs_own_token
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.prepare import override, settle, threads_for
+from relayline.deploy.launch.run import Launch, plan_of
 from relayline.deploy.launch.serving import flag_defaults, for_each_stage
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.supervisor import Supervisor
@@ -216,6 +217,24 @@ def test_a_settled_manifest_leaves_nothing_open(tmp_path: Path) -> None:
     assert elsewhere.resolve(str(elsewhere.spec.wire.token_file)) == tmp_path / "secret"
 
 
+@pytest.mark.parametrize(("layers", "fixed"), [("", ()), (", layers: [0, 2]", ("here",))])
+def test_a_new_stage_may_share_layers_that_only_the_plan_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: str, fixed: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    (tmp_path / "state").mkdir()
+    make_tiny("llama", tmp_path / "model.gguf", n_layers=4)
+    text = SMALL.replace(
+        "spec:", "spec:\n  coordinator: {http: {port: 0}}\n  stages: [{name: hereLAYERS}, {name: there}]"
+    )
+    manifest = manifest_of(text.replace("LAYERS", layers), tmp_path)
+    plan, _ = plan_of(Launch(manifest, tmp_path / "m.yaml"), StateDir(tmp_path / "state"))
+    arguments = dict(zip(plan.serve_arguments[::2], plan.serve_arguments[1::2], strict=True))
+    given = {"settle": arguments["--settle"], "fixed": arguments.get("--fixed", "")}
+    assert fixed_stages({**given, "manifest": load_manifest(Path(arguments["--manifest"]))}) == fixed
+
+
 def test_stages_are_started_here_or_elsewhere(tmp_path: Path) -> None:
     plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json", ("--verbose",))
     here, box1, box2 = plan.stages
@@ -277,6 +296,8 @@ def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
 
 def test_a_flag_of_serve_wins_over_the_settings_of_single_stages(tmp_path: Path) -> None:
     manifest = manifest_of(FOUR, tmp_path)
+    (tmp_path / "tls" / "head").mkdir(parents=True)
+    (tmp_path / "secret").touch()
     arguments = ["--manifest", str(tmp_path / "pipeline.yaml"), "--gpu-layers", "5", "--trace-level", "off"]
     with serve_command.make_context("serve", arguments) as context:
         join = coordinator_join(context.params, 3)

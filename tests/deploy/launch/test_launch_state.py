@@ -23,15 +23,15 @@ from typing import Any, ClassVar, NoReturn
 
 import pytest
 
-from relayline.deploy.cli.control import _process_table, _status_text
+from relayline.deploy.cli.control import _process_table, _show, _status_text
 from relayline.deploy.launch import process_id
-from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LogReader, LogWriter
 from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
+from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
 from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import StartError, UsageError
@@ -237,7 +237,7 @@ def test_leftovers_are_ended_and_strangers_spared(tmp_path: Path) -> None:
         )
         state = LaunchState(1, "small", "m", "ready", 1, 1, processes=records)
         assert end_leftovers(state) == 1
-        assert mine.wait(10) == -signal.SIGTERM
+        assert mine.wait(60) == -signal.SIGTERM
         assert is_running(unknown)
         stranger.kill()
     assert end_leftovers(None) == 0
@@ -288,6 +288,16 @@ def test_state_that_cannot_be_read_hides_no_other_pipeline(
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_shown_to_nobody_where_stdout_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `relayline logs one >&-`: Python has no stream then."""
+    directory = StateDir(tmp_path)
+    directory.log("up").parent.mkdir(parents=True, exist_ok=True)
+    directory.log("up").write_text("a line\n")
+    one = Launched(directory, LaunchState(1, "one", "m", Phase.READY, 0, 0))
+    monkeypatch.setattr(sys, "stdout", None)
+    asyncio.run(_show(one, ["up"], 5, follow=False))
 
 
 def last_lines(path: Path, n_lines: int) -> list[str]:
@@ -454,7 +464,7 @@ def test_status_shows_the_stored_prefixes(tmp_path: Path, coordinator: str) -> N
     facts = described(tmp_path, coordinator)
     assert facts["prefixes"] == stored | {"memory_bytes": 3 << 20, "disk_bytes": 0}
     text = _status_text(facts)
-    assert "  prefixes: 2 stored with 60,000 tokens, 3 MiB in memory; 5 restored so far" in text
+    assert "  prefixes: 2 stored with 60,000 tokens, 3.0 MiB in memory; 5 restored so far" in text
     Answers.answers = {"/v1/pipeline": (200, live)}
     pipeline = find("small", tmp_path / "small")
     assert pipeline is not None

@@ -17,9 +17,9 @@ import pytest
 
 from relayline.deploy.launch import own_tls
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.child import Child, child_environment
 from relayline.deploy.launch.own_tls import make_own_token
+from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.supervisor import Supervisor, _Kept
 from relayline.deploy.manifest.smallest import smallest_manifest
@@ -66,7 +66,7 @@ def test_variables_are_flags_of_up_and_not_of_its_children(tmp_path: Path, monke
     with running("up", DEMO, *flags) as up:
         assert (up.event["ctx"], up.event["lanes"], up.event["model"]) == (64, 3, "mine")
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            urllib.request.urlopen(f"{up.event['url']}/v1/models", timeout=60)
+            urllib.request.urlopen(f"{up.event['url']}/v1/models", timeout=TIMEOUT_S)
         refused.value.close()
         load = ("bench", up.event["url"], "--streams", "1", "--tokens", "4", "--prompt-tokens", "4", "--json")
         assert relayline(*load).returncode == 1
@@ -268,6 +268,27 @@ async def test_a_process_that_keeps_dying_ends_the_whole(
             await whole.failed
         await whole.stop()
     assert child.n_starts == n_starts
+
+
+@pytest.mark.parametrize("state", ["spare", "drained", "sleeping"])
+async def test_a_stage_that_is_killed_while_it_rests_has_not_failed_to_start(
+    state: str, supervisor: Callable[..., Supervisor]
+) -> None:
+    """Such a stage says no ready line, perhaps for days; AT_ONCE allows three deaths, but only one start in vain."""
+    whole = supervisor(AT_ONCE)
+
+    class Resting(Scripted):
+        async def start(self) -> None:
+            await super().start()
+            whole._on_event({"event": "stage", "name": self.name, "state": state, "host": "localhost"})
+
+    child = Resting("stage-0", 3, -signal.SIGKILL, is_ready=False)
+    whole._keep(kept(whole, child))
+    async with asyncio.timeout(TIMEOUT_S):
+        while child.n_starts < 4 and not whole.failed.done():  # noqa: ASYNC110 - nothing tells of a start
+            await asyncio.sleep(0)
+        assert not whole.failed.done(), whole.failed.exception()
+        await whole.stop()
 
 
 @pytest.mark.slow

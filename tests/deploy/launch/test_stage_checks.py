@@ -129,6 +129,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--device", "CUDA77"), "stage 'stage-0': --device CUDA77"),
         (("--device", "CUDA77", "--dry-run"), "stage 'stage-0': --device CUDA77"),
         (("--cors", "*x"), "--cors '*x' is not an origin"),
+        (("--allow-invites",), "--allow-invites needs --api-keys FILE"),
         (("--mmproj", "PROJECTOR"), "its rows have 128 values, but the model's have 64: it belongs to another model"),
     ],
 )
@@ -140,7 +141,7 @@ def test_up_refuses_before_it_splits_and_starts(
     projector = make_projector(tmp_path / "mmproj.gguf", n_embd=128)
     done = relayline("up", model, "--http", "127.0.0.1:0", *(str(projector) if f == "PROJECTOR" else f for f in flags))
     assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+    line = done.stderr.splitlines()[-1]  # before it: the context that was chosen
     assert says in line
     assert not (tmp_path / "cache" / "relayline" / "splits").exists()
     assert not [*(tmp_path / "state").rglob("state.json")]

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,11 +22,12 @@ import pytest
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.prepare import prepare
+from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.run import supervise
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.supervisor import Supervisor
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.models.mend import mender
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
@@ -341,7 +341,7 @@ def test_flags_win_over_variables_and_these_over_the_manifest(home: Path, monkey
         (("MANIFEST", "--cuts", "4", "--stages", "2"), "give either --stages or --cuts"),
         (("MANIFEST", "--name", "No Name"), "--name 'No Name' is not a name"),
         ((str(DEMO), "--name", "No Name"), "--name 'No Name' is not a name"),
-        ((str(DEMO), "--http", "127.0.0.1:0", "--api-keys", "nowhere"), "nowhere does not exist"),
+        ((str(DEMO), "--http", "127.0.0.1:0", "--api-keys", "nowhere"), "nowhere: no such file"),
         (("org/model", "--name", "No Name"), "--name 'No Name' is not a name"),
         (("http://10.0.0.1/model.gguf",), "URLs are not loaded; download the file"),
         (("nowhere.yaml",), "nowhere.yaml"),
@@ -369,9 +369,7 @@ def test_nothing_is_started_where_a_port_is_taken(served: Up, home: Path) -> Non
 
 
 def test_up_of_a_running_model_is_no_port_that_is_taken(home: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with up(DEMO, "--name", "twice", "--http", f"127.0.0.1:{port}") as running:
         running.ready()
         again = relayline("up", DEMO, "--name", "twice", "--http", f"127.0.0.1:{port}")
@@ -395,6 +393,17 @@ async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(hom
         policy = RestartPolicy(first_s=0.01, max_s=0.02, deaths_max=2)
         plan = arrange(prepared.manifest, tmp_path / "crashing.yaml", directory.manifest)
         supervisor = Supervisor(plan, directory, emit, policy=policy)
+        seen: list[tuple[str, int]] = []  # states of the stage on the board, and its restarts
+        set_process = supervisor.board.set_process
+
+        def noted(name: str, **changes: Any) -> Any:
+            record = set_process(name, **changes)
+            now = supervisor.board[name]
+            if name == "stage-1" and seen[-1:] != [(now.state, now.n_restarts)]:
+                seen.append((now.state, now.n_restarts))
+            return record
+
+        supervisor.board.set_process = noted  # type: ignore[method-assign]
         why = r"stage-1 ended with signal SIGSEGV \(`relayline doctor`.*; it died 3 times in a row"
         with pytest.raises(StartError, match=why):
             await supervise(supervisor, asyncio.Event(), emit)
@@ -406,6 +415,7 @@ async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(hom
     assert not any(record.pid for record in state.processes)
     assert "SIGSEGV" in directory.log("stage-1").read_text()
     assert [event["restarts"] for event in events if event.get("name") == "stage-1"] == [0, 1, 2]
+    assert [each for each in seen if each[0] == "restarting"] == [("restarting", 1), ("restarting", 2)]
 
 
 async def test_a_slice_that_is_damaged_under_a_running_stage_is_made_again(home: Path, tmp_path: Path) -> None:
@@ -446,11 +456,6 @@ def test_the_slices_of_a_model_that_has_changed_or_gone_are_left_alone(home: Pat
         assert not asyncio.run(mender(DEMO, prepared.pipeline_dir, other)())
     assert not asyncio.run(mender(tmp_path / "gone.gguf", prepared.pipeline_dir, prepared.file)())
     assert not slice_path.exists()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_another_host_gets_its_one_command(home: Path) -> None:

@@ -13,12 +13,14 @@ import pytest
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Gpu as PlannedGpu
 from relayline.coordinator.planner.instance import Offload
-from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN, MIB, stage_memory
+from relayline.coordinator.planner.memory import GPU_RESERVE_BYTES_MIN, stage_memory
 from relayline.deploy.launch.gpus import layers_that_fit, offloaded, with_usual_gpu
 from relayline.deploy.machine.gpus import Gpu, devices_here, gpu_backends, gpus_here
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
-from relayline.deploy.planning.inputs import load_of, shape_of
+from relayline.deploy.planning.inputs import load_of
+from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing import paths
+from relayline.wire.common.units import GIB, MIB
 
 LARGE = Gpu("CUDA0", "NVIDIA H100", 80 * GIB)
 OTHER = Gpu("CUDA1", "NVIDIA H100", 80 * GIB)
@@ -135,3 +137,14 @@ def test_the_program_that_lists_devices_runs(caplog: pytest.LogCaptureFixture) -
     assert found is not None
     assert "CPU" in {device.name for device in found}
     assert not caplog.records
+
+
+def test_a_card_that_two_backends_list_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    bus_id = "0000:c1:00.0"
+    twice = [Gpu("CUDA0", "NVIDIA H100", 80 * GIB, bus_id), Gpu("Vulkan0", "NVIDIA H100", 80 * GIB, bus_id)]
+    with caplog.at_level(logging.INFO):
+        flags_of(twice)
+        flags_of(twice, StageFlags(devices={"devices": "Vulkan0"}))
+    first, second = caplog.messages
+    assert first.startswith("all layers go to CUDA0 (NVIDIA H100);")
+    assert second.startswith("all layers go to Vulkan0 (NVIDIA H100);"), "which the user names"

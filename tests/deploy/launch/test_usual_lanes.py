@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner import memory
-from relayline.coordinator.planner.memory import GIB, MIB, usual_lanes
+from relayline.coordinator.planner.memory import usual_lanes
 from relayline.deploy.cli.model import inspect_command
 from relayline.deploy.cli.plan import make_plan
 from relayline.deploy.cli.planned import planned_manifest
@@ -19,6 +19,7 @@ from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
+from relayline.wire.common.units import GIB, MIB
 from tests.support.tiny_models import make_tiny
 
 

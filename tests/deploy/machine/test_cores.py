@@ -19,7 +19,9 @@ from relayline.deploy.manifest import Stage
 from relayline.deploy.render import compose
 from relayline.deploy.render.inside import notes
 from relayline.deploy.testing.processes import relayline, running
+from relayline.wire.common import usable_cores as usable_cores_module
 from relayline.wire.common.errors import UsageError
+from relayline.wire.settings.table import EngineSettings
 from tests.deploy.launch.test_launch_parts import SMALL, manifest_of
 from tests.deploy.manifest.test_manifest import parsed, with_stages
 from tests.support.launches import launched
@@ -146,3 +148,31 @@ def test_cores_named_are_a_cpuset_in_compose_and_left_to_the_kubelet_in_kubernet
     assert [note for note in notes(manifest, in_kubernetes=True) if "cores are left out" in note]
     plain = parsed(with_stages("name: a, threads: 2, memoryGib: 4"))
     assert "cpuset" not in yaml.safe_load(compose.render(plain, "/models"))["services"]["a"]
+
+
+@pytest.mark.parametrize(
+    ("capacities", "computing"),
+    [
+        ([1024] * 4, [0, 1, 2, 3]),
+        ([250, 250, 250, 250, 760, 760, 1024, 1024], [4, 5, 6, 7]),  # Arm: small, middle and large cores
+        ([1024, 1024, 600, 600], [0, 1, 2, 3]),  # x86: efficient cores have their part
+        ([1024, None, 250, 250], [0, 1, 2, 3]),
+    ],
+)
+def test_cores_that_are_much_slower_get_no_thread(
+    capacities: list[int | None], computing: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for core, capacity in enumerate(capacities):
+        siblings = tmp_path / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
+        siblings.parent.mkdir(parents=True)
+        siblings.write_text(f"{core}\n")
+        if capacity is not None:
+            (tmp_path / "cpu" / f"cpu{core}" / "cpu_capacity").write_text(f"{capacity}\n")
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(cores, "SYSTEM", tmp_path)
+    monkeypatch.setattr(usable_cores_module, "CPUS", tmp_path / "cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(len(capacities))))
+    assert usable_cores_module.computing_cores() == computing
+    assert EngineSettings().threads_used == len(computing)
+    assert shares([1, 1]) == [tuple(computing[: len(computing) // 2]), tuple(computing[len(computing) // 2 :])]
+    assert shares([len(capacities)]) == [tuple(range(len(capacities)))], "the user wants as many"

@@ -25,8 +25,10 @@ from relayline.deploy.models.model_source import parse_reference
 from relayline.deploy.testing.paths import DEPLOY
 from relayline.stage.engine.kv_cache import KV_TYPES
 from relayline.wire.common.kv_layout import KV_LAYOUTS
+from relayline.wire.settings.setting import entries
+from relayline.wire.settings.table import TABLES
 from tests.support.examples import thinned
-from tests.support.manifest_strategies import manifests
+from tests.support.manifest_strategies import FORMS, manifests
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: small}\n"
 SMALLEST = HEAD + "spec:\n  model: {path: model.gguf}\n"
@@ -86,6 +88,10 @@ def test_paths_resolve_against_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert manifest.resolve("/etc/x") == Path("/etc/x")
     monkeypatch.setenv("HOME", "/home/someone")
     assert manifest.resolve("~/x") == Path("/home/someone/x")
+    (tmp_path / "deep" / "m.yaml").write_text(SMALLEST + "  coordinator: {batchDir: kept, responsesDir: said}\n")
+    serving = load_manifest(Path("deep/m.yaml")).serving
+    assert serving.batch_dir == str(tmp_path / "deep" / "kept")
+    assert serving.responses_dir == str(tmp_path / "deep" / "said")
 
 
 def test_stages_on_other_hosts_make_links_private_and_ports_predictable() -> None:
@@ -213,7 +219,7 @@ def test_anchors_are_fine_in_moderation() -> None:
         (with_stages("name: a, gpuLayers: 3"), "spec.stages[0].gpuLayers: gpuLayers needs `device: gpu`"),
         (with_stages("name: a, layers: [1, 3]"), "no stage holds layer 0 at the start of the model; start at 0"),
         (with_stages("name: a, layers: [0, 3]", "name: b, layers: [5, 6]"),
-         "no stage holds layers 3-4 after stage 'a' ends at 3"),
+         "no stage holds layers 3-4 after stage 'a', whose last layer is 2; start at 3"),
         (with_stages("name: a, layers: [0, 3]", "name: b, layers: [2, 6]"), "stage 'a' holds layer 2 already"),
         (with_stages("name: a, layers: [0, 3]", "name: b", "name: c, layers: [3, 6]"),
          "1 auto stages have to share 0 layers"),
@@ -258,11 +264,6 @@ def test_a_hostile_manifest_is_refused(text: str) -> None:
     assert len(refusal(text)) == 1
 
 
-def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_manifest(tmp_path / "none.yaml")
-
-
 def test_a_model_in_place_of_a_manifest_is_called_one(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + bytes(300_000))
@@ -271,6 +272,11 @@ def test_a_model_in_place_of_a_manifest_is_called_one(tmp_path: Path) -> None:
 
 
 # --- text and values --------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_with_a_form_is_drawn_in_that_form() -> None:
+    with_form = {entry.place.rpartition(".")[2] for table in TABLES for entry in entries(table) if entry.form}
+    assert with_form == FORMS.keys()
 
 
 @settings(max_examples=thinned(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -154,7 +154,7 @@ def test_offline_uses_cached_files(hub: Hub, tmp_path: Path) -> None:
 def test_the_directory_of_a_split_is_no_choice_of_models(tmp_path: Path) -> None:
     for name in ("stage-0.gguf", "stage-1.gguf", "tokenizer.gguf", "pipeline.json"):
         (tmp_path / name).touch()
-    with pytest.raises(ModelFileError, match="holds a split of a model; give the whole model"):
+    with pytest.raises(UsageError, match="holds a split of a model; give the whole model"):
         local_model(str(tmp_path))
 
 
@@ -204,7 +204,7 @@ def test_paths_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     sha256 = hashlib.sha256(WHOLE).hexdigest()
     assert resolve_model(str(path)) == path
     assert resolve_model(str(path), sha256.upper()) == path
-    with pytest.raises(ModelFileError, match="no such file"):
+    with pytest.raises(UsageError, match="no such file"):
         resolve_model(str(tmp_path / "other.gguf"))
     with pytest.raises(UsageError, match="64 hexadecimal"):
         resolve_model(str(path), "abc")
@@ -223,18 +223,18 @@ def test_a_directory_a_pattern_and_any_shard_lead_to_the_first_file(
     assert resolve_model(f"{tmp_path}/big-Q4*.gguf") == first
     assert resolve_model(str(tmp_path / names[1])) == first
     (tmp_path / "other.gguf").write_bytes(WHOLE)
-    with pytest.raises(ModelFileError, match=rf"holds 2 models; name one of {names[0]}, other\.gguf"):
+    with pytest.raises(UsageError, match=rf"holds 2 models; name one of {names[0]}, other\.gguf"):
         resolve_model(str(tmp_path))
-    with pytest.raises(ModelFileError, match=r"no \.gguf file"):
+    with pytest.raises(UsageError, match=r"no \.gguf file"):
         resolve_model(f"{tmp_path}/none*.gguf")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(ModelFileError, match="holds safetensors files; take a GGUF"):
+    with pytest.raises(UsageError, match="holds safetensors files; take a GGUF"):
         resolve_model(str(tmp_path / "hf"))
     # A folder of this name is meant before a repository of the hub.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "repo").mkdir(parents=True)
-    with pytest.raises(ModelFileError, match=r"org/repo: has no \.gguf file"):
+    with pytest.raises(UsageError, match=r"org/repo: has no \.gguf file"):
         resolve_model("org/repo")
 
 

@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from relayline.deploy.models import placed
+from relayline.deploy.cli.pull import pull_command
+from relayline.deploy.models import model_source, placed
 from relayline.deploy.testing.paths import DEMO_MODEL
-from relayline.wire.common.errors import ModelFileError, StartError
+from relayline.wire.common.errors import ModelFileError, StartError, UsageError
 
 
 @pytest.fixture
@@ -70,3 +72,19 @@ def test_a_disk_that_cannot_take_it_is_one_line(model: Path, tmp_path: Path, mon
     with pytest.raises(StartError, match=r"cannot hold the model: No space left on device; free space there"):
         placed.place(model, tmp_path / "models")
     assert not list((tmp_path / "models").iterdir())
+
+
+def test_a_directory_that_cannot_be_is_refused_before_the_download(model: Path, tmp_path: Path) -> None:
+    below = model / "x"
+    with pytest.raises(UsageError, match=r"--to .*/x: Not a directory; give another directory"):
+        placed.check_directory(below)
+    with pytest.raises(StartError, match=r"cannot hold the model: Not a directory; give another --to"):
+        placed.place(model, below)
+    placed.check_directory(tmp_path / "new" / "one")
+    assert (tmp_path / "new" / "one").is_dir()
+
+
+def test_pull_asks_the_directory_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_source, "resolve_model", lambda _: pytest.fail("the download began"))
+    done = CliRunner().invoke(pull_command, ["org/repo:Q4_0", "--to", str(model / "x")])
+    assert (done.exit_code, isinstance(done.exception, SystemExit)) == (2, True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from relayline.coordinator.planner.speed import GIB, roofline
+from relayline.coordinator.planner.speed import roofline
 from relayline.deploy.machine.gpus import Gpu
 from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.planning import inputs
 from relayline.deploy.planning.gpu_speeds import UNKNOWN, speed_of
+from relayline.wire.common.units import GIB
 
 
 @pytest.mark.parametrize(

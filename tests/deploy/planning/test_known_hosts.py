@@ -20,7 +20,7 @@ from relayline.deploy.launch.prepare import settled
 from relayline.deploy.launch.survey import plan_record, unknown_hosts, wants_survey
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.deploy.planning.busy import BUSY_SLOWER_MAX
-from relayline.deploy.planning.inputs import best_for, instance_of, load_of, shape_of
+from relayline.deploy.planning.inputs import best_for, instance_of, load_of
 from relayline.deploy.planning.known_hosts import (
     CALL_NS,
     HOSTS_DIR,
@@ -30,6 +30,7 @@ from relayline.deploy.planning.known_hosts import (
     remember_hosts,
 )
 from relayline.deploy.planning.plan_description import describe_plan, lines_of
+from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.places import state_dir
 
@@ -276,3 +277,24 @@ def test_a_coordinator_shares_its_hosts_cores_with_the_stages_there(host: str, i
     instance = instance_of(local, inspect_model(DEMO_MODEL))
     assert (instance.coordinator == instance.hosts[0].machine) is is_here
     assert instance.coordinator != instance.hosts[1].machine
+
+
+def test_the_way_to_a_relayed_stage_passes_the_coordinators_host() -> None:
+    """Its own link was measured through the relay, without a call; the delays of both its parts add up."""
+    text = MANIFEST.format(model=DEMO_MODEL, kv="f16", laptop="").replace("203.0.113.2", "shed, relay: true")
+    relayed = parse_manifest(text.encode(), "manifest")
+    direct, through = Link(5_000_000 + CALL_NS, 1e8), Link(20_000_000, 1e6)
+    reports = [
+        report("laptop", 4.0, link=direct),
+        dataclasses.replace(report("server", 1.0, link=through), is_relayed=True),
+    ]
+    remember_hosts(relayed, DEMO_MODEL, reports)
+    known = known_hosts(relayed, DEMO_MODEL)
+    instance = instance_of(relayed, inspect_model(DEMO_MODEL), known=known)
+    assert [host.link for host in instance.hosts] == [Link(25_000_000, 1e6), Link(20_000_000, 1e6)]
+    planned = describe_plan(instance, best_for(instance).edges, known)
+    assert [stage["is_relayed"] for stage in planned["stages"]] == [False, True]
+    lines = [line for line in lines_of(planned) if "from here" in line]
+    assert [line.endswith("from here through the relay") for line in lines] == [False, True]
+    remember_hosts(relayed, DEMO_MODEL, [report("server", 1.0, link=direct)])
+    assert "server" not in known_hosts(relayed, DEMO_MODEL), "a direct way says nothing of the relay's"

@@ -20,6 +20,7 @@ class Tensor(NamedTuple):
 class Card(NamedTuple):
     name: str
     memory_bytes: int
+    bus_id: str = ""
 
 
 TENSORS = [
@@ -88,3 +89,18 @@ def test_stages_on_one_card_share_its_memory() -> None:
 
 def test_a_gpu_without_its_own_memory_takes_the_hosts() -> None:
     assert offloads({"device": "gpu"}, gpus=()) == [None]
+
+
+def test_a_card_that_two_backends_list_has_its_memory_once() -> None:
+    twice = (
+        Card("CUDA0", 24, "0000:c1:00.0"),
+        Card("Vulkan0", 24, "0000:c1:00.0"),
+        Card("Vulkan1", 16, "0000:c2:00.0"),
+    )
+    (all_of_them, second, named) = (
+        offloads({"device": "gpu", **given}, gpus=twice)[0]
+        for given in ({}, {"splitMode": "none", "mainGpu": 1}, {"devices": "Vulkan0"})
+    )
+    assert all_of_them == Offload(Gpu("CUDA0+Vulkan1 of localhost", 40))
+    assert second == Offload(Gpu("GPU 1 of localhost", 16))
+    assert named == Offload(Gpu("Vulkan0 of localhost", 24))

@@ -6,6 +6,7 @@ import ipaddress
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from relayline.coordinator.gateway.router import Router
 from relayline.deploy.manifest import load_manifest, parse_manifest
 from relayline.deploy.manifest.load import ManifestError
 from relayline.deploy.manifest.model import METRICS_PORT, STAGE_PORT
-from relayline.deploy.render import cluster, inside, observability
+from relayline.deploy.render import cluster, inside, observability, pods
 from relayline.deploy.render.targets import render
 from relayline.wire.links.roles import Role, identity_among
 from relayline.wire.telemetry import names
@@ -259,3 +260,30 @@ def test_containers_that_prepare_say_what_they_need(files: dict[str, str], repli
             assert one["resources"]["requests"].keys() == {"cpu", "memory"}, one["name"]
             assert "memory" in one["resources"]["limits"], one["name"]
     assert sorted(set(found)) == ["fetch-model", "wait-for-model"]
+
+
+def test_no_pod_fills_its_node_through_tmp(files: dict[str, str], replicas: dict[str, str]) -> None:
+    for text in (*files.values(), *replicas.values()):
+        for document in read_all(text):
+            for volumes in _found(document, "volumes"):
+                for volume in volumes:
+                    assert volume["name"] != "tmp" or volume["emptyDir"] == {"sizeLimit": "1Gi"}
+
+
+def test_a_stage_on_a_gpu_asks_for_memory_of_the_host_without_a_limit() -> None:
+    found = pods.resources(pods.Need(threads=4, n_gpus=2), "nvidia.com/gpu")
+    assert found["requests"] == {"cpu": "4", "memory": "4Gi", "nvidia.com/gpu": "2"}
+    assert found["limits"] == {"nvidia.com/gpu": "2"}
+    assert "memory" not in pods.resources(pods.Need(threads=4), "nvidia.com/gpu")["requests"]
+
+
+def _found(document: Any, key: str) -> Iterator[Any]:
+    """All values of a key, wherever they are."""
+    if isinstance(document, dict):
+        for name, value in document.items():
+            if name == key:
+                yield value
+            yield from _found(value, key)
+    elif isinstance(document, list):
+        for each in document:
+            yield from _found(each, key)

@@ -49,14 +49,14 @@ class LosesFrames(Batcher):
 class NeverPrefills(GroupPolicy):
     """Serves only decode rows while there are any."""
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, **_: bool) -> Choice:
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], **_: bool) -> Choice:
         return Choice(len(decode), 0, "broken") if decode else Choice(0, 0, "broken")
 
 
 class LastComeFirst(GroupPolicy):
     """Holds prefill back while any decoder waits: starvation under load, not deadlock."""
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, **_: bool) -> Choice:
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], **_: bool) -> Choice:
         return Choice(1, 0, "broken") if decode else Choice(0, 1, "broken")
 
 

@@ -33,7 +33,7 @@ def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def die_of(artifact: Path) -> None:
-    done = subprocess.run(code_command(DIES, str(artifact)), timeout=60, check=False)
+    done = subprocess.run(code_command(DIES, str(artifact)), timeout=120, check=False)
     assert done.returncode == -signal.SIGSEGV
 
 

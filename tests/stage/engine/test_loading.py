@@ -30,10 +30,10 @@ from relayline.stage.engine.loading import (
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.joining.artifact_store import Slot, Writer, has_content
 from relayline.stage.process import serve
+from relayline.stage.speed.curves import Curves
 from relayline.wire.common.places import cache_dir
+from relayline.wire.common.units import MIB
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
-
-MIB = 1 << 20
 
 
 class StoppedAt(Load):
@@ -144,7 +144,7 @@ async def test_whoever_waits_no_longer_for_a_stage_ends_its_load(
 ) -> None:
     loop, entered, ended = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
-    def endless(config: StageConfig, load: Load) -> None:
+    def endless(config: StageConfig, load: Load, like: Curves | None) -> None:
         loop.call_soon_threadsafe(entered.set)
         try:
             while True:
@@ -168,7 +168,7 @@ ENDLESS_STAGE = """
     from relayline.stage import process
     from relayline.stage.config import StageConfig
 
-    def endless(config, load):
+    def endless(config, load, like):
         print("loading", flush=True)
         while True:
             load.at("loading weights", 0.5)

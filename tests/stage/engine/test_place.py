@@ -139,3 +139,15 @@ def test_a_device_that_is_not_here_is_refused_before_a_large_file_is_verified(
     monkeypatch.setattr(assembly, "verify_artifact", lambda *_: pytest.fail("it was read"))
     with pytest.raises(UsageError, match="--device CUDA7 is unknown here"):
         assembly.load_stage(stage_config(tmp_path / "stage-0.gguf", devices="CUDA7", verify=True))
+
+
+def test_a_card_that_two_backends_list_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    buses = {"CUDA0": "0000:c1:00.0", "Vulkan0": "0000:c1:00.0", "Vulkan1": "0000:c2:00.0"}
+    found = tuple(Device(name, "A2", 1, at) for at, name in enumerate((*buses, "SYCL0"), 1))
+    monkeypatch.setattr(ggml, "list_devices", lambda: found)
+    monkeypatch.setattr(ggml, "bus_id", lambda device: buses.get(device.name, ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = [each.name for each in place.place_of(EngineSettings(gpu_layers=-1)).devices]
+    assert names == ["CUDA0", "Vulkan1", "SYCL0"], "and one whose place is not known is another"
+    both = place.place_of(EngineSettings(gpu_layers=-1, devices="CUDA0,Vulkan0")).devices
+    assert [each.name for each in both] == ["CUDA0"], "computed on by two names, but one card"

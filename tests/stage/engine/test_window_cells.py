@@ -16,7 +16,7 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.instance import Load
 from relayline.coordinator.planner.memory import kv_cells, window_kv_cells
-from relayline.deploy.planning.inputs import shape_of
+from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.stage.assembly import load_stage
 from relayline.stage.engine import lane_rewinds

@@ -14,6 +14,7 @@ from relayline.coordinator.model.split import hollow_slices, write_stages
 from relayline.deploy.planning.measure import slices_for
 from relayline.deploy.testing.paths import DEMO_MODEL, HYBRID_DEMO_MODEL
 from relayline.stage.joining import survey as survey_module
+from relayline.stage.joining.config import JoinConfig
 from relayline.stage.joining.survey import survey
 from relayline.stage.speed.calibrate import PREFILL_LADDER
 from relayline.stage.speed.host_probe import CTX_TOKENS, LANES
@@ -45,7 +46,7 @@ def surveyed(slices: list[pb.SurveySlice], cache: Path) -> pb.HostMeasured:
     engine = engine_message(EngineSettings(n_threads=1))
     order = pb.JoinResponse(survey=pb.Survey(slices=slices, link_bytes=4), engine=engine)
     member = OneMember(order)
-    asyncio.run(survey(member, cache, {}))  # type: ignore[arg-type]
+    asyncio.run(survey(member, JoinConfig("127.0.0.1:1", "box", cache)))  # type: ignore[arg-type]
     (report,) = member.reports
     assert list(cache.iterdir()) == [], "nothing is left on the disk"
     return report

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.joining import service as join_service
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.coordinator.joining.port import make_roster, serve_joining
+from relayline.deploy.machine.ports import free_port
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import TELL_EVERY_S, WEIGHTS, Load
-from relayline.stage.joining import artifact_fetch, join
+from relayline.stage.joining import artifact_fetch, attempts, join
 from relayline.stage.joining.client import introduction
 from relayline.stage.joining.config import JoinConfig as StageJoinConfig
 from relayline.stage.joining.config import facing
@@ -47,32 +49,51 @@ async def _nothing_to_drop() -> None:
     """No slice was prepared."""
 
 
+class _Served(SimpleNamespace):
+    """The handle of a port; a cycle of references, as a real one with its engine is."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts, service=self)
+
+
 class Engines:
     """A fake stage.process.serve_changing: records loads, and can crash."""
 
     def __init__(self) -> None:
         self.loaded: list[StageConfig] = []
+        self.like: list[Any] = []  # the curves that each was to begin with
+        self.is_used = False  # by another coordinator
+        self.on_look: Callable[[], None] = lambda: None  # called when the stage looks whether it is
+        self.handle: weakref.ref[_Served] | None = None  # the latest
         self.serving = asyncio.Event()
         self.ended = asyncio.Event()
         self.pipeline_id = "a-pipeline"
         self.load: Callable[[Load], None] = lambda load: None
         self.crashed: asyncio.Future[None]
 
+    def _is_used_beside(self, route_id: int) -> bool:
+        self.on_look()
+        return self.is_used
+
     @contextlib.asynccontextmanager
-    async def serve_changing(self, config: StageConfig, load: Load) -> AsyncIterator[Any]:
+    async def serve_changing(self, config: StageConfig, load: Load, like: Any = None) -> AsyncIterator[Any]:
         self.loaded.append(config)
+        self.like.append(like)
         self.crashed = asyncio.get_running_loop().create_future()
         await asyncio.to_thread(self.load, load)
         index = int(config.artifact.stem.split("-")[1])
         artifact = SimpleNamespace(pipeline_id=self.pipeline_id, stage_index=index)
         self.serving.set()
         try:
-            yield SimpleNamespace(
+            made = _Served(
                 address=f"127.0.0.1:{6_000 + index}",
-                facts=SimpleNamespace(artifact=artifact, instance_id=f"e{len(self.loaded)}"),
+                facts=SimpleNamespace(artifact=artifact, instance_id=f"e{len(self.loaded)}", curves="learned"),
+                is_used_beside=self._is_used_beside,
                 crashed=self.crashed,
                 drop=_nothing_to_drop,
             )
+            self.handle = weakref.ref(made)
+            yield made
         finally:
             self.serving.clear()
             self.ended.set()
@@ -82,8 +103,8 @@ class Engines:
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engines:
     made = Engines()
     monkeypatch.setattr(join, "serve_changing", made.serve_changing)
-    monkeypatch.setattr(join, "REJOIN_FIRST_S", 0.01)
-    monkeypatch.setattr(join, "REJOIN_MAX_S", 0.05)
+    monkeypatch.setattr(attempts, "REJOIN_FIRST_S", 0.01)
+    monkeypatch.setattr(attempts, "REJOIN_MAX_S", 0.05)
     monkeypatch.setattr(artifact_fetch, "RETRY_FIRST_S", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
     return made
@@ -109,8 +130,8 @@ class Living:
 
 @contextlib.asynccontextmanager
 async def coordinator(split: Path, engine: EngineSettings, port: int = 0) -> AsyncIterator[JoinPort]:
-    """A join port whose order says this engine."""
-    settings = JoinConfig(tuple(JoiningStage(name, engine) for name in NAMES), port=port)
+    """A join port whose order says this engine; another one may follow at its port."""
+    settings = JoinConfig(tuple(JoiningStage(name, engine) for name in NAMES), port=port or free_port())
     roster = make_roster(settings)
     async with serve_joining(settings, split, write_split(split), roster, PLAINTEXT) as (address, _):
         yield JoinPort(address, roster, settings)
@@ -243,7 +264,7 @@ async def test_an_order_that_no_stage_can_follow_is_refused(tmp_path: Path, engi
 async def test_a_place_that_stays_taken_is_given_up(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(join, "PLACE_TAKEN_MAX_S", 0.1)
+    monkeypatch.setattr(attempts, "PLACE_TAKEN_MAX_S", 0.1)
     async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
         holder = await port.join()
         with pytest.raises(PlaceTakenError, match="already here"):
@@ -256,9 +277,9 @@ async def test_a_place_that_stays_taken_is_given_up(
 async def test_a_stage_of_another_protocol_waits_says_so_once_on_both_sides_and_then_joins(
     newer: int, tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(join, "REJOIN_MAX_S", 0.02)
+    monkeypatch.setattr(attempts, "REJOIN_MAX_S", 0.02)
     hello = introduction("box1", "p1")
-    monkeypatch.setattr(join, "introduction", lambda *_: hello)  # its process keeps the version that it has
+    monkeypatch.setattr(join, "introduction", lambda *_, **__: hello)  # its process keeps the version that it has
     async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
         check, n_asked = port.roster.check, itertools.count(1)
         asked_again = asyncio.Event()

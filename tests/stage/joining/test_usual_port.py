@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.joining.config import engine_message
-from relayline.stage.joining import join
+from relayline.stage.joining import config
 from relayline.stage.joining import usual_port as module
-from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.config import JoinConfig
-from relayline.stage.joining.join import JoinedStage
 from relayline.stage.joining.usual_port import usual_port
 from relayline.wire.links.security import LinkSecurity
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -67,8 +65,7 @@ def test_on_loopback_the_system_chooses() -> None:
 def test_a_joined_stage_takes_the_port_that_was_named_or_the_usual_one(
     own: dict[str, Any], ordered: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "usual_port", lambda host: {"192.0.2.1": 50_123}[host])
-    config = JoinConfig("192.0.2.9:1", "box1", Path(), security=LinkSecurity(insecure=True), **own)
-    stage = JoinedStage(config, lambda address, facts: None)
+    monkeypatch.setattr(config, "usual_port", lambda host: {"192.0.2.1": 50_123}[host])
+    joining = JoinConfig("192.0.2.9:1", "box1", Path(), security=LinkSecurity(insecure=True), **own)
     order = pb.JoinResponse(listen_port=ordered, engine=engine_message(EngineSettings()))
-    assert stage._stage_config(Files(Path("a.gguf")), "192.0.2.1", order).port == expected
+    assert joining.ordered(order, Path("a.gguf"), (), "192.0.2.1").port == expected

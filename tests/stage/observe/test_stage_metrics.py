@@ -267,7 +267,9 @@ async def test_a_stage_process_tells_where_its_metrics_are(tmp_path: Path) -> No
     ],
 )
 def test_a_mistaken_flag_is_one_line(tmp_path: Path, flags: tuple[str, ...], text: str) -> None:
-    done = relayline(*stage_arguments(tmp_path / "x.gguf", *flags))
+    artifact = tmp_path / "x.gguf"
+    artifact.touch()
+    done = relayline(*stage_arguments(artifact, *flags))
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr

@@ -231,7 +231,7 @@ class HoldBack:
     def __init__(self) -> None:
         self.holds = True
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, **_: bool) -> Choice:
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], **_: bool) -> Choice:
         return Choice(0, 0, "held") if self.holds else Choice(len(decode), len(prefill), "let_go")
 
 
@@ -476,6 +476,21 @@ def test_a_step_has_rows_of_one_adapter_alone_and_the_oldest_goes_first(policy: 
     assert [{frame.adapter for frame in step.frames} for step in steps] == [{1}, {0}] + [{1}] * (len(steps) - 2)
     assert [frame.session_id for frame in steps[1].frames] == [ids[1], ids[3]]
     assert sorted(frame.session_id for step in steps for frame in step.frames) == sorted([*ids, late.session_id])
+
+
+@pytest.mark.parametrize("n_adapters", [1, 3])
+def test_streams_wait_for_one_step_of_another_adapters_prompts(n_adapters: int) -> None:
+    """Prompts of adapter 1 that came before fill step after step otherwise, and each is as wide as a step."""
+    batcher = Batcher(DrainPolicy(64, 16))
+    for number in range(8):
+        batcher.push_together([rows_with(1, 100 + number, 0, 12, Flag.PREFILL)])
+    for number in range(n_adapters):
+        batcher.push_together([rows_with(2 + number, number)])
+    steps = take_all(batcher)
+    kinds = [(step.frames[0].adapter, step.n_rows) for step in steps]
+    assert kinds[: 2 * n_adapters] == [pair for number in range(n_adapters) for pair in ((1, 12), (2 + number, 1))]
+    assert {adapter for adapter, _ in kinds[2 * n_adapters :]} == {1}
+    assert sum(step.n_rows for step in steps) == 8 * 12 + n_adapters
 
 
 def test_a_step_says_that_others_wait_for_their_adapters() -> None:

@@ -62,7 +62,7 @@ CASES = {  # max_rows 16, prefill_rows 8: (decode, prefill, prefill came first) 
 def test_choice(name: str) -> None:
     decode, prefill, prefill_first, expected = CASES[name]
     policy = DrainPolicy(max_rows=16, prefill_rows=8)
-    choice = policy.choose(heads(*decode, first_id=100), heads(*prefill), 0, is_prefill_first=prefill_first)
+    choice = policy.choose(heads(*decode, first_id=100), heads(*prefill), is_prefill_first=prefill_first)
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
 
 
@@ -100,7 +100,7 @@ def test_groups_stay_together_and_apart(name: str) -> None:
     decoders = in_envelopes(heads(*decode, first_id=100), *decode_envelopes)
     chunks = in_envelopes(heads(*prefill), *prefill_envelopes)
     is_prefill_first = prefill_first or not decode
-    choice = GroupPolicy(8, STAIRS).choose(decoders, chunks, 0, is_prefill_first=is_prefill_first)
+    choice = GroupPolicy(8, STAIRS).choose(decoders, chunks, is_prefill_first=is_prefill_first)
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
 
 
@@ -111,15 +111,15 @@ def test_remaining_rows_do_not_turn_a_group_into_an_attention_tile() -> None:
     )
     for n_rows, expected in ((58, (60, PAD_TARGET)), (62, (62, GROUP)), (66, (68, PAD_TARGET))):
         decoders = in_envelopes(heads(*[1] * (n_rows + 2)), *[1] * n_rows, 2, 2)
-        choice = GroupPolicy(128, curve).choose(decoders, [], 0, is_prefill_first=False)
+        choice = GroupPolicy(128, curve).choose(decoders, [], is_prefill_first=False)
         assert (choice.n_decode, choice.close_reason) == expected
 
 
 def test_single_takes_the_oldest_whatever_it_is() -> None:
     decoders, chunks, policy = heads(1, 1, first_id=10), heads(4), SinglePolicy(8)
-    assert policy.choose(decoders, chunks, 0, is_prefill_first=True).n_prefill == 1
-    assert policy.choose(decoders, [], 0, is_prefill_first=False).n_decode == 1
-    assert policy.choose(decoders, chunks, 0, is_prefill_first=False).n_decode == 1
+    assert policy.choose(decoders, chunks, is_prefill_first=True).n_prefill == 1
+    assert policy.choose(decoders, [], is_prefill_first=False).n_decode == 1
+    assert policy.choose(decoders, chunks, is_prefill_first=False).n_decode == 1
 
 
 def test_a_new_policy_is_its_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ CASES = {  # max_rows 32, prefill_rows 16, wanted_rows 12: (decode, prefill, pre
 def test_drained_steps_want_no_more_than_the_engine_gives(name: str) -> None:
     decode, prefill, prefill_first, expected = CASES[name]
     lines = heads(*decode, first_id=100), heads(*prefill)
-    choice = DrainPolicy(32, 16, 12).choose(*lines, 0, is_prefill_first=prefill_first)
+    choice = DrainPolicy(32, 16, 12).choose(*lines, is_prefill_first=prefill_first)
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
 
 
@@ -93,7 +93,7 @@ def test_no_policy_takes_more_than_load_stage_makes_room_for(name: str) -> None:
             rng.shuffle(decode)
             rng.shuffle(prefill)
             is_prefill_first = bool(prefill) and (not decode or rng.random() < 0.5)
-            choice = policy.choose(decode, prefill, 0, is_prefill_first=is_prefill_first)
+            choice = policy.choose(decode, prefill, is_prefill_first=is_prefill_first)
             taken = decode[: choice.n_decode] + prefill[: choice.n_prefill]
             assert taken
             assert wanted(taken) <= n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS

@@ -59,6 +59,6 @@ def test_two_scored_frames_do_not_want_more_logits_than_there_is_room_for(policy
     frames = [scored(session_id, 0, (1, 2, 3, 4)) for session_id in range(2)]
     for frame in frames:
         frame.envelope = 1
-    choice = policy.choose([], frames, 0, is_prefill_first=True)
+    choice = policy.choose([], frames, is_prefill_first=True)
     assert isinstance(choice, Choice)
     assert (choice.n_decode, choice.n_prefill) == (0, 1)

@@ -46,10 +46,10 @@ def test_statuses_agree_with_whose_fault_it_is(leaf: type[RelaylineError]):
     error = leaf("x")
     grpc_status, http_status = errors.grpc_status(error), errors.http_status(error)
     assert grpc_status is not grpc.StatusCode.OK
-    assert http_status in (400, 404, 429, 500, 501, 502, 503)
+    assert http_status in (400, 404, 429, 499, 500, 501, 502, 503)
     if leaf.fault is Fault.CLIENT:
         assert 400 <= http_status < 500
-        assert not leaf.retryable
+        assert leaf.retryable is (http_status == 429)
     if http_status == 429:
         assert leaf.retryable
         assert grpc_status is grpc.StatusCode.RESOURCE_EXHAUSTED

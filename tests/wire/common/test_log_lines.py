@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp.http_exceptions import BadHttpMessage, InvalidURLError, LineTooLong
 
 from relayline.deploy.launch.run import log_file
 from relayline.wire.common import logs
@@ -32,3 +33,25 @@ def test_a_printed_line_is_for_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ready: http://x" in kept
     assert "another line" in printed
     assert "another line" in kept
+
+
+def test_a_record_that_cannot_be_written_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("up", as_json=False)
+    logging.getLogger("relayline.up").info("one %d", "two", "three")
+    logging.getLogger("relayline.up").info("the next")
+    assert logs.recent_lines(1)[0].text == "the next"
+    assert "one %d" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (LineTooLong(b"Bearer 'sk-secret\"...", 8_190), "Got more than 8190 bytes when reading: ...."),
+        (InvalidURLError("/v1/models?key=sk-secret"), "InvalidURLError"),
+        (BadHttpMessage("Invalid header token:\n\n  b'Authorization : sk-secret'\n    ^"), "Invalid header token: ..."),
+    ],
+)
+def test_what_a_client_sent_is_in_no_line(fault: BadHttpMessage, says: str) -> None:
+    logs.setup("coordinator", as_json=False)
+    logging.getLogger("aiohttp.server").error("Error handling request from %s", "10.0.0.7", exc_info=fault)
+    assert logs.recent_lines(1)[0].text == f"10.0.0.7's request cannot be read: {says}"

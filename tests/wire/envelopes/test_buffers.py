@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from relayline.wire.common.errors import InternalError
-from relayline.wire.envelopes.buffers import Buffer, BufferPool, _writable, with_extras
+from relayline.wire.envelopes.buffers import BUFFERS_KEPT_MAX, Buffer, BufferPool, _writable, with_extras
 from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import HEADER_BYTES, checksum, parse
 from relayline.wire.envelopes.frames import TRACE_BYTES
@@ -205,6 +205,17 @@ def test_many_shapes_leave_nothing_behind():
         assert pool.kept_bytes <= 10_000
     assert sum(len(free) for free in pool._free.values()) <= 10_000 // HEADER_BYTES
     assert all(pool._free.values())
+
+
+def test_unused_buffers_are_bounded_by_number_however_small():
+    pool = BufferPool(DTYPE_TOKENS, 1)
+    for n_rows in range(3 * BUFFERS_KEPT_MAX):
+        pool.give_back(pool.lease(1, n_rows))
+        assert pool.n_kept == sum(len(free) for free in pool._free.values()) <= BUFFERS_KEPT_MAX
+    created = pool.n_created
+    for n_rows in range(2 * BUFFERS_KEPT_MAX, 3 * BUFFERS_KEPT_MAX):
+        pool.lease(1, n_rows)
+    assert (pool.n_created, pool.n_kept) == (created, 0), "the shapes used last are the ones that stay"
 
 
 def test_pool_is_used_by_the_decode_thread_and_the_event_loop_at_once():

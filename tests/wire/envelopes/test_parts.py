@@ -26,6 +26,7 @@ import pytest
 from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, ProtocolError, RelaylineError
+from relayline.wire.common.units import MIB
 from relayline.wire.envelopes.buffers import Buffer, with_extras
 from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32
 from relayline.wire.envelopes.envelope import bytes_max_of, parse
@@ -36,7 +37,6 @@ from tests.support.served_stage import Coordinator, served
 from tests.support.wire_examples import EXAMPLES, canonical
 from tests.wire.envelopes.test_messages import begin_peak, envelope_bombs, memory_bytes
 
-MIB = 1 << 20
 LINK_BYTES = 1 << 20  # of a link and its route: a message of 4 MiB is three times in memory, and has none to spare
 ACCEPTING = "AioServer._request_call"  # the name of a task of grpc.aio
 PART = 64  # bytes, in the tests of the reader

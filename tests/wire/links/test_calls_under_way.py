@@ -142,3 +142,34 @@ async def test_no_task_of_a_call_is_left_when_a_port_has_stopped() -> None:
         held.closing.set()
         await listener.stop(20)
         assert tasks_of_calls() == 0
+
+
+@pytest.mark.parametrize("n_turns", range(8))
+async def test_a_cancellation_as_a_server_stops_is_not_lost(n_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC waits for its own end by asyncio.wait_for, which in Python 3.11 loses one that comes so many turns later."""
+    listener = Listener(PLAINTEXT, "stage 1")
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def stop(grace_s: float | None) -> None:
+        await asyncio.wait_for(asyncio.shield(ended), grace_s)
+
+    monkeypatch.setattr(listener.server, "stop", stop)
+    going_on = asyncio.Event()
+
+    async def work() -> None:
+        await listener.stop(20)
+        await going_on.wait()  # what an owner does next, for ever
+
+    task = asyncio.create_task(work())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    ended.set_result(None)
+    for _ in range(n_turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=60)
+    is_cancelled = task.cancelled()
+    task.cancel()
+    monkeypatch.undo()
+    await listener.stop(None)
+    assert is_cancelled

@@ -27,6 +27,7 @@ from tests.support.identities import Identities, make_identities, security_of
 from tests.support.join_support import join_port
 
 WAIT_S = 20
+TRIES = 20
 V1, V1ALPHA = REFLECTION_SERVICES
 ROOT = role_tokens.new_root()
 BOX1, BOX2 = Identity(Role.STAGE, "localhost", "box1"), Identity(Role.STAGE, "localhost", "box2")
@@ -50,9 +51,16 @@ async def asked(channel: grpc.aio.Channel, request: bytes, service: str = V1ALPH
 
 
 async def listed(address: str, security: LinkSecurity = PLAINTEXT, to: Identity | Role | None = None) -> set[str]:
-    async with rpc.open_channel(address, security, to) as channel:
-        answer = await asked(channel, LIST)
-    return {service.name for service in answer.list_services_response.service}
+    for _ in range(TRIES):
+        try:
+            async with rpc.open_channel(address, security, to) as channel:
+                answer = await asked(channel, LIST)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INTERNAL:  # gRPC loses the reason if a call ends while it sends
+                continue
+            raise
+        return {service.name for service in answer.list_services_response.service}
+    raise AssertionError(f"no reason in {TRIES} tries")
 
 
 @contextlib.asynccontextmanager

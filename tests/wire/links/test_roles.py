@@ -16,6 +16,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from relayline.coordinator.engine.revoking import check_servers, push_revocations
 from relayline.coordinator.engine.stage_client import StageClient
@@ -25,7 +27,7 @@ from relayline.deploy.launch.certificates import issue, issued_token, revoke
 from relayline.deploy.testing import paths
 from relayline.stage.joining.client import Member, introduction
 from relayline.stage.service import handlers
-from relayline.wire.common.errors import RelaylineError, UnauthenticatedError, UsageError
+from relayline.wire.common.errors import RelaylineError, StageLostError, UnauthenticatedError, UsageError
 from relayline.wire.links import role_tokens, rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.relay_link import RelayLink
@@ -44,7 +46,7 @@ from relayline.wire.links.roles import (
     identity_named,
 )
 from relayline.wire.links.security import LinkSecurity, load_security
-from relayline.wire.pb.relayline.v1 import join_pb2, relayline_pb2
+from relayline.wire.pb.relayline.v1 import join_pb2, relayline_pb2, tunnel_pb2
 from tests.support.cut_short import CutShort
 from tests.support.identities import NOW, Identities, make_identities, security_of
 from tests.support.join_support import NAMES, write_split
@@ -63,11 +65,16 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Identities:
     return make_identities(tmp_path_factory.mktemp("identities"))
 
 
+def services_of_the_contract() -> list[Any]:
+    files = (relayline_pb2, join_pb2, tunnel_pb2)
+    return [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
+
+
 # --- the table itself -------------------------------------------------------------------------------------------------
 
 
 def test_every_method_of_the_contract_has_a_rule():
-    services = [*relayline_pb2.DESCRIPTOR.services_by_name.values(), *join_pb2.DESCRIPTOR.services_by_name.values()]
+    services = services_of_the_contract()
     methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     reflection = {f"/{service}/{REFLECTION_METHOD}" for service in REFLECTION_SERVICES}
     assert set(CALLS) == methods | {METRICS} | reflection
@@ -75,7 +82,7 @@ def test_every_method_of_the_contract_has_a_rule():
 
 def test_messages_of_calls_are_named_as_buf_wants():
     """`buf lint` says the same by buf.yaml; it is not installed everywhere."""
-    services = [*relayline_pb2.DESCRIPTOR.services_by_name.values(), *join_pb2.DESCRIPTOR.services_by_name.values()]
+    services = services_of_the_contract()
     for method in (method for service in services for method in service.methods):
         assert method.input_type.name == f"{method.name}Request"
         assert method.output_type.name == f"{method.name}Response"
@@ -335,6 +342,27 @@ async def join(address: str, security: LinkSecurity, name: str, process_id: str 
     return await Member.join(address, security, introduction(name, process_id))
 
 
+async def test_a_stage_joins_at_no_port_where_another_stage_answers(ids: Identities, tmp_path: Path):
+    """As a relayed stage might, whose certificate holds at the coordinator's host."""
+    async with joining(tmp_path / "split", security_of(ids.box2)) as address:
+        with pytest.raises(UnauthenticatedError, match="is not a coordinator but stage box2 on box2; nothing was sent"):
+            await join(address, security_of(ids.box1), "box1")
+
+
+async def test_who_showed_a_coordinators_certificate_is_who_gets_the_introduction(
+    ids: Identities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Somebody on the way may hand one connection to the coordinator and take the next one."""
+    cert = x509.load_pem_x509_certificate((ids.coordinator / "cert.pem").read_bytes())
+    shown = cert.public_bytes(serialization.Encoding.DER)
+    other = security_of(ids.box2, security_of(ids.coordinator).token)
+    for answer in (shown, b""):
+        monkeypatch.setattr("relayline.stage.joining.client.server_certificate", lambda *_, answer=answer: answer)
+        async with joining(tmp_path / "split", other) as address:
+            with pytest.raises(StageLostError, match=None if answer else "did not show its certificate"):
+                await join(address, security_of(ids.box1), "box1")
+
+
 async def put_out(member: Member) -> None:
     """Wait until the coordinator removes a member.
 
@@ -415,10 +443,10 @@ async def test_a_revoked_member_is_put_out_and_its_name_passes_on_while_others_s
 
 async def test_a_refused_stage_that_lost_the_reason_asks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ids = make_identities(tmp_path / "ids")
+    revoke(ids.ca, lambda identity: identity.host == "box1", NOW)  # first: it looks at the file once a second
     async with joining(tmp_path / "split", security_of(ids.coordinator)) as address:
-        revoke(ids.ca, lambda identity: identity.host == "box1", NOW)
         open_channel = rpc.open_channel
-        monkeypatch.setattr(rpc, "open_channel", lambda *args, **named: CutShort(open_channel(*args, **named), 2))
+        monkeypatch.setattr(rpc, "open_channel", lambda *args, **named: CutShort(open_channel(*args, **named), 1))
         assert "it is revoked" in await join_refusal(address, security_of(ids.box1), "box1")
 
 

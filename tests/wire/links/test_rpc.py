@@ -190,7 +190,7 @@ async def held() -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[Any]]]:
     entered, never = asyncio.Event(), asyncio.Event()
     async with serving(hang) as channel:
         calling = asyncio.create_task(describe(channel))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await entered.wait()
         yield channel, calling
 

@@ -237,7 +237,7 @@ async def test_a_stage_ends_the_epoch_of_a_user_that_hangs():
         await call.write(rpc.serialize(pb.WatchRequest(route_id=ROUTE, epoch=EPOCH)))
         fault = (await one.reply()).faults[0]  # said nothing more since
         assert (fault.session_id, fault.label) == (0, "stage_lost")
-        assert "127.0.0.1, which uses stage 1, has not answered for" in fault.message
+        assert "127.0.0.1, which sends to stage 1, has not answered for" in fault.message
         call.cancel()
 
 

@@ -58,9 +58,7 @@ from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.schema import schema_text
 from relayline.deploy.manifest.pages import page_text
-from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.config import JoinConfig
-from relayline.stage.joining.join import JoinedStage
 from relayline.wire.common.errors import UsageError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -69,7 +67,7 @@ def stage(*arguments):
     # The flux of the stage process that is started so.
     found = []
     with mock.patch("relayline.stage.process.run_stage", lambda config, *_: found.append(config.engine.flux)):
-        stage_command.main(["--artifact", "a.gguf", *arguments], standalone_mode=False)
+        stage_command.main(["--artifact", str(directory / "a.gguf"), *arguments], standalone_mode=False)
     return found[0]
 
 
@@ -79,7 +77,7 @@ def up(*arguments):
         mock.patch("relayline.deploy.cli.up_launch.resolve_model", Path),
         mock.patch("relayline.deploy.cli.up_manifest.launch") as launch,
     ):
-        up_command.main(["m.gguf", "--http", "127.0.0.1:0", *arguments], standalone_mode=False)
+        up_command.main([str(directory / "m.gguf"), "--http", "127.0.0.1:0", *arguments], standalone_mode=False)
     settled = directory / "settled.yaml"
     settled.write_text(dump_manifest(launch.call_args.args[0].manifest))
     return serve("--manifest", str(settled))
@@ -88,8 +86,8 @@ def up(*arguments):
 def joined(engine):
     # The flux of a stage that gets this engine in its order, over the wire.
     order = pb.JoinResponse.FromString(pb.JoinResponse(engine=engine_message(engine)).SerializeToString())
-    joining = JoinedStage(JoinConfig("127.0.0.1:1", "stage-0", directory), lambda *_: None)
-    return joining._stage_config(Files(directory / "a.gguf"), "127.0.0.1", order).engine.flux
+    joining = JoinConfig("127.0.0.1:1", "stage-0", directory)
+    return joining.ordered(order, directory / "a.gguf", (), "127.0.0.1").engine.flux
 
 
 def serve(*arguments):
@@ -112,6 +110,8 @@ def refusal(call):
 
 
 os.environ.pop("RELAYLINE_FLUX", None)
+for model in ("a.gguf", "m.gguf"):
+    (directory / model).touch()
 low = directory / "low.yaml"
 low.write_text(manifest.replace("FLUX", "12"))
 high = directory / "high.yaml"
@@ -136,8 +136,8 @@ said = {
 }
 order = engine_message(table.EngineSettings(flux=9))
 order.more["flux"] = "41"
-said["refused"].append(refusal(lambda: JoinedStage(JoinConfig("127.0.0.1:1", "a", directory), lambda *_: None)
-                               ._stage_config(Files(directory), "127.0.0.1", pb.JoinResponse(engine=order))))
+said["refused"].append(refusal(lambda: JoinConfig("127.0.0.1:1", "a", directory)
+                               .ordered(pb.JoinResponse(engine=order), directory, (), "127.0.0.1")))
 os.environ["RELAYLINE_FLUX"] = "11"
 said["variable"] = [up(), serve(*joins), serve("--manifest", str(low)), serve("--manifest", str(low), "--flux", "9")]
 print(json.dumps(said))

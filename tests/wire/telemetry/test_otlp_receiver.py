@@ -42,8 +42,8 @@ def span() -> ReadableSpan:
 
 def exporter_for(receiver: Receiver, protocol: str) -> SpanExporter:
     if protocol == "grpc":
-        return GrpcExporter(endpoint=receiver.grpc_endpoint, insecure=True, timeout=5)
-    return HttpExporter(endpoint=receiver.http_endpoint + "/v1/traces", timeout=5)
+        return GrpcExporter(endpoint=receiver.grpc_endpoint, insecure=True, timeout=60)
+    return HttpExporter(endpoint=receiver.http_endpoint + "/v1/traces", timeout=60)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

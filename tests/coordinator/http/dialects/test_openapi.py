@@ -68,6 +68,27 @@ async def test_it_lists_the_served_routes_and_real_replies_fit(tokenizer: Tokeni
                 jsonschema.validate(body, {**asked, "components": document["components"]})
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"stream": True}),
+        ("/v1/responses", {"input": "hi", "stream": True}),
+        ("/api/chat", CHAT),
+        ("/api/generate", {"model": MODEL, "prompt": "hi"}),
+        ("/api/pull", {"model": MODEL}),
+        ("/docs", None),
+    ],
+)
+async def test_it_lists_the_kinds_of_content_that_come(tokenizer: Tokenizer, path: str, body: Any) -> None:
+    method = "GET" if body is None else "POST"
+    async with serving(tokenizer, FakeGenerator(says(b"x"))) as served, aiohttp.ClientSession(served.url) as session:
+        async with session.get("/openapi.json") as reply:
+            operation = (await reply.json())["paths"][path][method.lower()]
+        async with session.request(method, path, json=body) as reply:
+            assert reply.status == 200
+            assert reply.content_type in operation["responses"]["200"]["content"]
+
+
 async def test_it_is_written_once_and_only_if_somebody_asks(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

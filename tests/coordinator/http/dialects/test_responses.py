@@ -329,7 +329,7 @@ async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("more", "param", "text"),
     [
-        ({"background": True}, "background", "send false"),
+        ({"background": True, "store": False}, "store", "has to be stored"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
         ({"truncation": "middle"}, "truncation", "send disabled or auto"),

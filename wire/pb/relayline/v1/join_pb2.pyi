@@ -31,13 +31,14 @@ LAYER_CHANGE_STEP_SWITCH: LayerChangeStep
 LAYER_CHANGE_STEP_DROP: LayerChangeStep
 
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "progress", "serving", "failure", "prepared", "measured", "alive")
+    __slots__ = ("hello", "progress", "serving", "failure", "prepared", "measured", "sleeping", "alive")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
+    SLEEPING_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     progress: ArtifactProgress
@@ -45,11 +46,12 @@ class JoinRequest(_message.Message):
     failure: StageFailure
     prepared: StagePrepared
     measured: HostMeasured
+    sleeping: StageSleeping
     alive: StageAlive
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., measured: _Optional[_Union[HostMeasured, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., measured: _Optional[_Union[HostMeasured, _Mapping]] = ..., sleeping: _Optional[_Union[StageSleeping, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
 
 class StageHello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats", "stands_by", "hands_over")
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats", "stands_by", "hands_over", "is_relayed", "sleeps")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +62,8 @@ class StageHello(_message.Message):
     BEATS_FIELD_NUMBER: _ClassVar[int]
     STANDS_BY_FIELD_NUMBER: _ClassVar[int]
     HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
+    IS_RELAYED_FIELD_NUMBER: _ClassVar[int]
+    SLEEPS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     name: str
@@ -70,7 +74,9 @@ class StageHello(_message.Message):
     beats: bool
     stands_by: bool
     hands_over: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ..., stands_by: _Optional[bool] = ..., hands_over: _Optional[bool] = ...) -> None: ...
+    is_relayed: bool
+    sleeps: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ..., stands_by: _Optional[bool] = ..., hands_over: _Optional[bool] = ..., is_relayed: _Optional[bool] = ..., sleeps: _Optional[bool] = ...) -> None: ...
 
 class StageAlive(_message.Message):
     __slots__ = ()
@@ -117,13 +123,14 @@ class SurveySlice(_message.Message):
     def __init__(self, header: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., layer_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
 
 class HostMeasured(_message.Message):
-    __slots__ = ("slices", "round_trip_ns", "bytes_per_s", "failure", "took_ns", "is_doubtful", "in_service")
+    __slots__ = ("slices", "round_trip_ns", "bytes_per_s", "failure", "took_ns", "is_doubtful", "is_relayed", "in_service")
     SLICES_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_NS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TOOK_NS_FIELD_NUMBER: _ClassVar[int]
     IS_DOUBTFUL_FIELD_NUMBER: _ClassVar[int]
+    IS_RELAYED_FIELD_NUMBER: _ClassVar[int]
     IN_SERVICE_FIELD_NUMBER: _ClassVar[int]
     slices: _containers.RepeatedCompositeFieldContainer[SliceCosts]
     round_trip_ns: int
@@ -131,8 +138,9 @@ class HostMeasured(_message.Message):
     failure: StageFailure
     took_ns: int
     is_doubtful: bool
+    is_relayed: bool
     in_service: float
-    def __init__(self, slices: _Optional[_Iterable[_Union[SliceCosts, _Mapping]]] = ..., round_trip_ns: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., took_ns: _Optional[int] = ..., is_doubtful: _Optional[bool] = ..., in_service: _Optional[float] = ...) -> None: ...
+    def __init__(self, slices: _Optional[_Iterable[_Union[SliceCosts, _Mapping]]] = ..., round_trip_ns: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., took_ns: _Optional[int] = ..., is_doubtful: _Optional[bool] = ..., is_relayed: _Optional[bool] = ..., in_service: _Optional[float] = ...) -> None: ...
 
 class SliceCosts(_message.Message):
     __slots__ = ("decode", "prefill")
@@ -176,6 +184,12 @@ class StagePrepared(_message.Message):
     failure: StageFailure
     def __init__(self, change: _Optional[int] = ..., is_ready: _Optional[bool] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ...) -> None: ...
 
+class StageSleeping(_message.Message):
+    __slots__ = ("failure",)
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    failure: StageFailure
+    def __init__(self, failure: _Optional[_Union[StageFailure, _Mapping]] = ...) -> None: ...
+
 class StageFailure(_message.Message):
     __slots__ = ("label", "message")
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +197,14 @@ class StageFailure(_message.Message):
     label: str
     message: str
     def __init__(self, label: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Rest(_message.Message):
+    __slots__ = ("is_asleep", "route_id")
+    IS_ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    is_asleep: bool
+    route_id: int
+    def __init__(self, is_asleep: _Optional[bool] = ..., route_id: _Optional[int] = ...) -> None: ...
 
 class LayerChange(_message.Message):
     __slots__ = ("number", "step", "keeps", "hand_over", "hand_over_ms")
@@ -231,7 +253,7 @@ class TakenLayers(_message.Message):
     def __init__(self, layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., address: _Optional[str] = ..., shown_pass: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "adapters", "change", "survey", "stands_by", "beats")
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "adapters", "change", "survey", "stands_by", "beats", "relay_port", "rest", "notice")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +269,9 @@ class JoinResponse(_message.Message):
     SURVEY_FIELD_NUMBER: _ClassVar[int]
     STANDS_BY_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_PORT_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     stage_count: int
     pipeline_id: str
@@ -262,7 +287,10 @@ class JoinResponse(_message.Message):
     survey: Survey
     stands_by: bool
     beats: bool
-    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterFile, _Mapping]]] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
+    relay_port: int
+    rest: Rest
+    notice: str
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterFile, _Mapping]]] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ..., relay_port: _Optional[int] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., notice: _Optional[str] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "path")

@@ -28,6 +28,7 @@ class FrameFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FRAME_FLAG_CHECKPOINT: _ClassVar[FrameFlag]
     FRAME_FLAG_MUTUAL: _ClassVar[FrameFlag]
     FRAME_FLAG_GRID: _ClassVar[FrameFlag]
+    FRAME_FLAG_WANTS_GUESSES: _ClassVar[FrameFlag]
     FRAME_FLAG_STORE: _ClassVar[FrameFlag]
     FRAME_FLAG_RESTORE: _ClassVar[FrameFlag]
     FRAME_FLAG_EXTEND: _ClassVar[FrameFlag]
@@ -55,6 +56,7 @@ FRAME_FLAG_COPY_PREFIX: FrameFlag
 FRAME_FLAG_CHECKPOINT: FrameFlag
 FRAME_FLAG_MUTUAL: FrameFlag
 FRAME_FLAG_GRID: FrameFlag
+FRAME_FLAG_WANTS_GUESSES: FrameFlag
 FRAME_FLAG_STORE: FrameFlag
 FRAME_FLAG_RESTORE: FrameFlag
 FRAME_FLAG_EXTEND: FrameFlag
@@ -127,7 +129,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "runs_ahead", "keeps_state", "rewind_rows", "adapters", "stores", "stores_on_disk", "restore_token_ns", "stored", "store_from_ns", "keeps_notes", "has_tiles", "place", "takes_lanes_apart", "takes_rows", "options")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "runs_ahead", "keeps_state", "rewind_rows", "predictions", "takes_guess_wishes", "adapters", "stores", "stores_on_disk", "restore_token_ns", "stored", "store_from_ns", "keeps_notes", "has_tiles", "place", "takes_lanes_apart", "takes_rows", "options")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +158,8 @@ class DescribeResponse(_message.Message):
     RUNS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     KEEPS_STATE_FIELD_NUMBER: _ClassVar[int]
     REWIND_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_GUESS_WISHES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
     STORES_ON_DISK_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +200,8 @@ class DescribeResponse(_message.Message):
     runs_ahead: bool
     keeps_state: bool
     rewind_rows: int
+    predictions: int
+    takes_guess_wishes: bool
     adapters: _containers.RepeatedScalarFieldContainer[str]
     stores: bool
     stores_on_disk: bool
@@ -208,7 +214,7 @@ class DescribeResponse(_message.Message):
     takes_lanes_apart: bool
     takes_rows: bool
     options: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., runs_ahead: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., store_from_ns: _Optional[int] = ..., keeps_notes: _Optional[bool] = ..., has_tiles: _Optional[bool] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., runs_ahead: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., predictions: _Optional[int] = ..., takes_guess_wishes: _Optional[bool] = ..., adapters: _Optional[_Iterable[str]] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., store_from_ns: _Optional[int] = ..., keeps_notes: _Optional[bool] = ..., has_tiles: _Optional[bool] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("host_id", "devices", "cores", "n_threads")
@@ -285,10 +291,12 @@ class ConfigureRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ..., instance_id: _Optional[str] = ..., upstream_pass: _Optional[str] = ..., next_pass: _Optional[str] = ..., upstream_name: _Optional[str] = ..., first_address: _Optional[str] = ..., back_pass: _Optional[str] = ..., pipeline_name: _Optional[str] = ..., stage_name: _Optional[str] = ..., last_name: _Optional[str] = ...) -> None: ...
 
 class ConfigureResponse(_message.Message):
-    __slots__ = ("held",)
+    __slots__ = ("held", "stored")
     HELD_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     held: _containers.RepeatedCompositeFieldContainer[HeldSession]
-    def __init__(self, held: _Optional[_Iterable[_Union[HeldSession, _Mapping]]] = ...) -> None: ...
+    stored: _containers.RepeatedCompositeFieldContainer[StoredState]
+    def __init__(self, held: _Optional[_Iterable[_Union[HeldSession, _Mapping]]] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ...) -> None: ...
 
 class HeldSession(_message.Message):
     __slots__ = ("session_id", "n_tokens")
@@ -381,7 +389,7 @@ class Frame(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., flags: _Optional[int] = ..., argument: _Optional[int] = ..., checksum: _Optional[int] = ..., enqueued_ns: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class SessionOptions(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar", "baggage", "numbers", "read", "allowed_tokens", "held_back_tokens", "bad_words", "dry_breaker_steps", "dry_sequences", "kept_key")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar", "baggage", "numbers", "read", "allowed_tokens", "held_back_tokens", "bad_words", "dry_breaker_steps", "dry_sequences", "told", "told_from", "kept_key")
     class NumbersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +419,8 @@ class SessionOptions(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     DRY_BREAKER_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRY_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FROM_FIELD_NUMBER: _ClassVar[int]
     KEPT_KEY_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
@@ -434,8 +444,10 @@ class SessionOptions(_message.Message):
     bad_words: _containers.RepeatedCompositeFieldContainer[TokenList]
     dry_breaker_steps: _containers.RepeatedScalarFieldContainer[int]
     dry_sequences: _containers.RepeatedCompositeFieldContainer[TokenList]
+    told: _containers.RepeatedScalarFieldContainer[int]
+    told_from: int
     kept_key: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., read: _Optional[_Iterable[int]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., held_back_tokens: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., dry_breaker_steps: _Optional[_Iterable[int]] = ..., dry_sequences: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., kept_key: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., read: _Optional[_Iterable[int]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., held_back_tokens: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., dry_breaker_steps: _Optional[_Iterable[int]] = ..., dry_sequences: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., told: _Optional[_Iterable[int]] = ..., told_from: _Optional[int] = ..., kept_key: _Optional[int] = ...) -> None: ...
 
 class TokenList(_message.Message):
     __slots__ = ("tokens",)
@@ -538,7 +550,7 @@ class Progress(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Sampled(_message.Message):
-    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits", "mirostat_mu", "grant", "embedding")
+    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits", "mirostat_mu", "grant", "guesses", "guess_chances", "embedding")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +559,8 @@ class Sampled(_message.Message):
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
+    GUESS_CHANCES_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     position: int
@@ -556,8 +570,10 @@ class Sampled(_message.Message):
     logits: bytes
     mirostat_mu: float
     grant: int
+    guesses: _containers.RepeatedScalarFieldContainer[int]
+    guess_chances: _containers.RepeatedScalarFieldContainer[float]
     embedding: bytes
-    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., mirostat_mu: _Optional[float] = ..., grant: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., mirostat_mu: _Optional[float] = ..., grant: _Optional[int] = ..., guesses: _Optional[_Iterable[int]] = ..., guess_chances: _Optional[_Iterable[float]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token", "logprob")
@@ -778,6 +794,28 @@ class BeatResponse(_message.Message):
     NOW_NS_FIELD_NUMBER: _ClassVar[int]
     now_ns: int
     def __init__(self, now_ns: _Optional[int] = ...) -> None: ...
+
+class LogsRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class LogsResponse(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[LogLine]
+    def __init__(self, lines: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("unix_ms", "level", "text")
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    unix_ms: int
+    level: str
+    text: str
+    def __init__(self, unix_ms: _Optional[int] = ..., level: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class BatchesRequest(_message.Message):
     __slots__ = ("session_ids", "limit", "after_step")

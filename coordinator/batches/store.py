@@ -1,0 +1,282 @@
+"""The files and batches of a coordinator, as a directory: they outlive the process.
+
+* `files/ID`: what is in a file.
+* `files/ID.json`: what is known of it, written last. A file without it is a torn upload, and goes at the next start.
+* `batches/ID.json`: a batch.
+* `work/ID.out` and `work/ID.err`: the answers and errors of a batch that is not finished.
+* `work/ID.room`: disk that a batch holds, and gives back before its end is written. Its own answers may fill the disk.
+* `lock`: held by the coordinator that uses the directory.
+
+Everything here blocks: call it in a thread, one call at a time. Times are Unix seconds and come as arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from relayline.coordinator.batches.output_file import OutputFile, count_lines
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.files import naming, write_file
+from relayline.wire.common.own_directory import OWN_FILE_MODE, OwnDirectory
+
+FILES, BATCHES, WORK = "files", "batches", "work"
+_NAMES = {FILES: "file-*.json", BATCHES: "batch_*.json"}
+META_BYTES_MAX = 1 << 20  # of one .json: 16 fields of a client, and 20 problems
+ROOM_BYTES = 64 << 10  # that a batch holds: for its own .json twice, and for those of its two files
+MODE = OWN_FILE_MODE
+Purpose = Literal["batch", "batch_output"]
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+_OWN = re.compile(r"file-[0-9a-f]{24}(\.json)?|\.(file-|batch_)[0-9a-f]{24}\.json\.[0-9a-f]{8}")
+_ROOM = re.compile(r"\.?(batch_[0-9a-f]{24})\.room(\.[0-9a-f]{8})?")
+ENDED: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+class StoredFile(msgspec.Struct, kw_only=True):
+    """What is known of a file."""
+
+    id: str
+    owner: str
+    filename: str
+    purpose: Purpose
+    n_bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Why a batch failed, as OpenAI says it."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class StoredBatch(msgspec.Struct, kw_only=True):
+    """One batch. The `_at` fields say when it came to a state."""
+
+    id: str
+    owner: str
+    client: str
+    """Of the key that made it, as stored responses know it."""
+    models: tuple[str, ...]
+    """Names that this key might use then; empty: all."""
+    payer: str = ""
+    """`ApiKey.lasting_name` of the key that was shown; empty where none was demanded."""
+    behalf: str = ""
+    """For whom a gateway showed it, as the gateway said it."""
+    endpoint: str
+    input_id: str
+    output_id: str
+    error_id: str
+    """Of the files that it will have, if anything is in them."""
+    window: str
+    metadata: dict[str, str] | None
+    status: Status = "validating"
+    created_at: int
+    expires_at: int
+    moments: dict[str, int] = msgspec.field(default_factory=dict)
+    """When it came to a state, by the state."""
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    n_requests: int = 0
+    n_answered: int = 0
+    n_failed: int = 0
+    has_output: bool = False
+    has_errors: bool = False
+    ending: Status | None = None
+    """How it ends, from then on when nothing more is asked: its files are made, once or again."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self.status in ENDED
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether none of its requests is asked any more."""
+        return self.ending is not None or self.status == "cancelling" or self.is_ended
+
+
+class BatchStore:
+    """One directory. Raises UsageError where it is another coordinator's or cannot be used."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files: dict[str, StoredFile] = {}  # in the order in which they were made
+        self.batches: dict[str, StoredBatch] = {}
+        self.files_of: defaultdict[str, dict[str, StoredFile]] = defaultdict(dict)  # by the owner
+        self.batches_of: defaultdict[str, dict[str, StoredBatch]] = defaultdict(dict)
+        self.unended: dict[str, StoredBatch] = {}
+        self.n_bytes = 0  # of all files together
+        self.bytes_of: defaultdict[str, int] = defaultdict(int)
+        self._own = OwnDirectory(directory, (FILES, BATCHES, WORK), "batches")
+        with self._own.loading():
+            self._load()
+
+    def close(self) -> None:
+        """Let another coordinator have the directory."""
+        self._own.close()
+
+    def path_of(self, file_id: str) -> Path:
+        """Return where the content of a file is."""
+        return self.directory / FILES / file_id
+
+    def work_paths(self, batch: StoredBatch) -> tuple[Path, Path]:
+        """Return the files in which answers and errors are collected."""
+        return self.directory / WORK / f"{batch.id}.out", self.directory / WORK / f"{batch.id}.err"
+
+    def keep_file(self, file: StoredFile) -> None:
+        """Keep a file whose content lies at its path, and is on the disk. Raises OSError."""
+        write_file(self._meta(FILES, file.id), msgspec.json.encode(file), MODE)
+        self._unshelve_file(file.id)
+        self._shelve_file(file)
+
+    def drop_unkept(self, file_id: str) -> None:
+        """Take away what was received under an id that was not kept. Raises OSError."""
+        if file_id not in self.files:
+            self._meta(FILES, file_id).unlink(missing_ok=True)
+            self.path_of(file_id).unlink(missing_ok=True)
+
+    def delete_file(self, file_id: str) -> None:
+        """Forget a file. Raises OSError."""
+        self._meta(FILES, file_id).unlink(missing_ok=True)  # first: what is left is a torn upload
+        self.path_of(file_id).unlink(missing_ok=True)
+        self._unshelve_file(file_id)
+
+    def keep_new_batch(self, batch: StoredBatch) -> None:
+        """Write a new batch, and take the room that its end needs. Raises OSError, and then keeps nothing of it."""
+        try:
+            room = secrets.token_bytes(ROOM_BYTES)  # which no file system can make smaller
+            write_file(self._room(batch.id), room, MODE)
+            self.keep_batch(batch)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._room(batch.id).unlink(missing_ok=True)
+            raise
+
+    def keep_batch(self, batch: StoredBatch) -> None:
+        """Write a batch as it is now. Raises OSError."""
+        if batch.is_ending:
+            self._room(batch.id).unlink(missing_ok=True)
+        write_file(self._meta(BATCHES, batch.id), msgspec.json.encode(batch), MODE)
+        self._shelve_batch(batch)
+
+    def delete_batch(self, batch_id: str) -> None:
+        """Forget a batch; its files stay. Raises OSError."""
+        self._meta(BATCHES, batch_id).unlink(missing_ok=True)
+        self._room(batch_id).unlink(missing_ok=True)
+        batch = self.batches.pop(batch_id, None)
+        if batch is not None:
+            del self.batches_of[batch.owner][batch_id]
+            if not self.batches_of[batch.owner]:
+                del self.batches_of[batch.owner]
+            self.unended.pop(batch_id, None)
+
+    def publish(self, batch: StoredBatch, now_s: int) -> None:
+        """Make files of what a batch has collected. May be called again after any end of the process. Raises OSError.
+
+        A last line that is half written is cut off. A file with nothing in it is none. The counts become those of the
+        files: the process that worked on the batch may have ended before it told of its last lines.
+        """
+        n_lines: list[int] = []
+        for work, file_id, what in zip(
+            self.work_paths(batch), (batch.output_id, batch.error_id), ("output", "error"), strict=True
+        ):
+            path = self.path_of(file_id)
+            if work.exists() and work.stat().st_size:
+                with OutputFile(work, mode=MODE, waits=True) as output:  # which also waits for the disk
+                    output.mend()
+                if work.stat().st_size:
+                    work.replace(path)
+            work.unlink(missing_ok=True)
+            n_lines.append(count_lines(path) if path.exists() else 0)
+            if path.exists():
+                file = StoredFile(
+                    id=file_id, owner=batch.owner, filename=f"{batch.id}_{what}.jsonl", purpose="batch_output",
+                    n_bytes=path.stat().st_size, created_at=now_s,
+                )  # fmt: skip
+                self.keep_file(file)
+        batch.has_output, batch.has_errors = batch.output_id in self.files, batch.error_id in self.files
+        batch.n_answered, batch.n_failed = n_lines
+
+    def _load(self) -> None:
+        known = {batch.id: batch for batch in self._read(BATCHES, StoredBatch)}
+        for batch in sorted(known.values(), key=_age):
+            self._shelve_batch(batch)
+        for file in sorted(self._read(FILES, StoredFile), key=_age):
+            self._shelve_file(file)
+        awaited = {each for batch in known.values() if not batch.is_ended for each in (batch.output_id, batch.error_id)}
+        for path in (*(self.directory / FILES).iterdir(), *(self.directory / BATCHES).iterdir()):
+            is_ours = _OWN.fullmatch(path.name) and path.is_file() and not path.is_symlink()
+            name = path.name.removesuffix(".json")
+            if is_ours and name not in self.files and name not in awaited:
+                path.unlink()  # a torn upload; what somebody else keeps here stays
+        for path in (self.directory / WORK).iterdir():
+            if (found := _ROOM.fullmatch(path.name)) and found[1] not in self.unended:
+                path.unlink()  # of a batch that was not kept, or that has ended
+
+    def _shelve_file(self, file: StoredFile) -> None:
+        self.files[file.id] = self.files_of[file.owner][file.id] = file
+        self.n_bytes += file.n_bytes
+        self.bytes_of[file.owner] += file.n_bytes
+
+    def _unshelve_file(self, file_id: str) -> None:
+        file = self.files.pop(file_id, None)
+        if file is not None:
+            self.n_bytes -= file.n_bytes
+            self.bytes_of[file.owner] -= file.n_bytes
+            del self.files_of[file.owner][file_id]
+            if not self.files_of[file.owner]:
+                del self.files_of[file.owner], self.bytes_of[file.owner]
+
+    def _shelve_batch(self, batch: StoredBatch) -> None:
+        self.batches[batch.id] = self.batches_of[batch.owner][batch.id] = batch
+        if batch.is_ended:
+            self.unended.pop(batch.id, None)
+        else:
+            self.unended[batch.id] = batch
+
+    def _read(self, part: str, kind: type[Any]) -> Iterator[Any]:
+        for path in sorted((self.directory / part).glob(_NAMES[part])):
+            with naming(path), path.open("rb") as file:
+                text = file.read(META_BYTES_MAX + 1)
+            try:
+                found = msgspec.json.decode(text, type=kind)
+            except msgspec.MsgspecError as error:
+                raise UsageError(f"{path} cannot be read: {error}; remove it, or give another directory") from None
+            if self._meta(part, found.id) != path:
+                raise UsageError(f"{path} is not named after what it holds; remove it, or give another directory")
+            yield found
+
+    def _room(self, batch_id: str) -> Path:
+        return self.directory / WORK / f"{batch_id}.room"
+
+    def _meta(self, part: str, id: str) -> Path:
+        return self.directory / part / f"{id}.json"
+
+
+def _age(kept: StoredFile | StoredBatch) -> tuple[int, str]:
+    return kept.created_at, kept.id
+
+
+def new_id(prefix: str) -> str:
+    """Return a name that nobody can guess."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file is on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,161 @@
+"""The routes of Ollama's own API."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.http.edge.body import SMALL_BYTES_MAX, read_small
+from relayline.coordinator.http.edge.clients import tenant_of
+from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
+from relayline.coordinator.http.embeddings.vectors import ollama_reply, ollama_vector
+from relayline.coordinator.http.ollama import models
+from relayline.coordinator.http.ollama.asking import OllamaPullBody, OllamaShowBody, is_only_loading
+from relayline.coordinator.http.ollama.dialect import CONTENT_TYPE, OllamaDialect
+from relayline.coordinator.http.replies.dialects import Header
+from relayline.coordinator.http.replies.reply import run
+from relayline.coordinator.http.requests import validation
+from relayline.coordinator.http.requests.bodies import decode_body
+from relayline.coordinator.http.requests.chat_form import ChatForm
+from relayline.wire.common.phase import Phase
+
+Route = Literal["ollama_chat", "ollama_generate"]
+
+
+class OllamaHandlers(EmbeddingHandlers):
+    """The handlers of one application."""
+
+    _size_bytes = 0  # of the model's parts, once it is known
+
+    async def api_version(self, _request: web.Request) -> web.StreamResponse:
+        """GET /api/version."""
+        return json_response(msgspec.json.encode({"version": models.API_VERSION}))
+
+    async def tags(self, request: web.Request) -> web.StreamResponse:
+        """GET /api/tags: the served models."""
+        return json_response(msgspec.json.encode({"models": await self._listed(request)}))
+
+    async def running(self, request: web.Request) -> web.StreamResponse:
+        """GET /api/ps: the served models, which are all loaded unless the pipeline sleeps."""
+        generator = self._service.generator
+        loaded = [] if generator.phase is Phase.SLEEPING else await self._listed(request)
+        found = models.running(loaded, generator.ctx_tokens)
+        return json_response(msgspec.json.encode({"models": found}))
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        """POST /api/show."""
+        body = decode_body(await read_small(request), OllamaShowBody)
+        name = self._checked(request, body.model or body.name)
+        service = self._service
+        (entry,) = await self._entries([name])
+        template = service.conversation.template_text or ""
+        metadata, ctx_tokens = service.tokenizer.metadata, service.generator.ctx_tokens
+        return json_response(
+            msgspec.json.encode(models.shown(entry, metadata, self._capabilities(), template, ctx_tokens))
+        )
+
+    async def pull(self, request: web.Request) -> web.StreamResponse:
+        """POST /api/pull: a model that is served is there already; others are not loaded."""
+        body = decode_body(await read_small(request), OllamaPullBody)
+        self._checked(request, body.model or body.name)
+        reply = json_response(b'{"status":"success"}\n')
+        if body.stream is not False:
+            reply.content_type = CONTENT_TYPE
+        return reply
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /api/chat."""
+        return await self._generated("ollama_chat", request)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /api/generate."""
+        return await self._generated("ollama_generate", request)
+
+    async def embed(self, request: web.Request) -> web.StreamResponse:
+        """POST /api/embed."""
+        begun_ns = time.monotonic_ns()
+        prepared, rows, options = await self._rows(request)
+        took_ns = time.monotonic_ns() - begun_ns
+        return json_response(
+            await asyncio.to_thread(ollama_reply, prepared.model, rows, options, prepared.n_tokens, took_ns)
+        )
+
+    async def embedding(self, request: web.Request) -> web.StreamResponse:
+        """POST /api/embeddings: the older form, of one text."""
+        _, rows, options = await self._rows(request)
+        return json_response(await asyncio.to_thread(ollama_vector, rows[0], options))
+
+    async def _generated(self, route: Route, request: web.Request) -> web.StreamResponse:
+        service = self._service
+        self._check_taken(request)
+        raw = await request.read()
+        if len(raw) <= SMALL_BYTES_MAX and is_only_loading(raw):
+            return self._loaded(request, raw, is_chat=route == "ollama_chat")
+        prepared = await service.read_in(route, request, raw)
+        plan = await service.shaped(prepared, request)
+        name = f"chatcmpl-{secrets.token_hex(16)}"
+        header = Header(name, int(time.time()), prepared.model, service.fingerprint, False, False)
+        is_chat = route == "ollama_chat"
+        form = None
+        if not prepared.is_plain:
+            form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
+        param = "messages" if is_chat else "prompt"
+        job = await self._job(request, prepared, plan, header, param, form)
+        dialect = OllamaDialect(header, service.speller, plan.n_logprobs, is_chat=is_chat, clock=_now)
+        return await run(request, service, job, dialect, dialect.form)
+
+    def _loaded(self, request: web.Request, raw: bytes, *, is_chat: bool) -> web.StreamResponse:
+        """Answer a request that only wants the model to be loaded: it is, or the first question wakes it."""
+        body = decode_body(raw, OllamaShowBody)
+        name = self._checked(request, body.model)
+        self._service.generator.check_ready()
+        created = _now().isoformat().replace("+00:00", "Z")
+        text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+        reason = "load" if body.keep_alive not in (0, "0", "0s") else "unload"  # which the pipeline decides itself
+        reply = {"model": name, "created_at": created, **text, "done": True, "done_reason": reason}
+        return json_response(msgspec.json.encode(reply) + b"\n")
+
+    def _checked(self, request: web.Request, sent: str | None) -> str:
+        """Return the served name that a client means. Raises ModelNotFoundError."""
+        name = validation.check_model(sent, self._service.model_id, self._service.limits)
+        self._check_may_use(request, name)
+        return name
+
+    async def _listed(self, request: web.Request) -> list[dict[str, Any]]:
+        service, may_use = self._service, tenant_of(request).models
+        names = dict.fromkeys((service.model_id, *service.limits.model_aliases, *service.limits.adapters))
+        return await self._entries([name for name in names if not may_use or name in may_use])
+
+    async def _entries(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        service = self._service
+        if not self._size_bytes:
+            stages = (await service.generator.describe(with_recent=False)).get("stages")  # it asks all stages
+            if isinstance(stages, list):
+                self._size_bytes = sum(stage.get("artifact_bytes", 0) for stage in stages)
+        metadata = service.tokenizer.metadata
+        return await asyncio.to_thread(models.listed, names, service.created, metadata, self._size_bytes)
+
+    def _capabilities(self) -> list[str]:
+        service = self._service
+        conversation = service.conversation
+        has = {
+            "completion": True,
+            "tools": conversation.template_text is not None,
+            "thinking": conversation.thinking is not None,
+            "insert": service.tokenizer.fill_in is not None,
+            "vision": service.takes.images,
+            "audio": service.takes.audio,
+        }
+        return [name for name, is_there in has.items() if is_there]
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

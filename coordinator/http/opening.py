@@ -1,0 +1,53 @@
+"""Opens a coordinator's API: its keys, what it keeps on the disk, and its port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from relayline.coordinator.http.batches.begin import keep_batches, working
+from relayline.coordinator.http.batches.keeper import Keeper
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.inside import Inside
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.responses.begin import keep_responses
+from relayline.coordinator.sessions.generation import Generator
+from relayline.wire.settings.table import ServingSettings
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    app: web.Application,
+    listener: HttpListener,
+    serving: ServingSettings,
+    generator: Generator,
+    *,
+    stopping: asyncio.Event,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[tuple[int, Keeper | None]]:
+    """Serve an application within; gives the port that it got, and what keeps its files and batches, if anything does.
+
+    Work on batches ends with `stopping`. Raises UsageError for keys or a directory that cannot be used, and StartError
+    for an address that cannot be listened on.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(protect_http(app, listener))
+        inside = Inside(app)
+        batches = await keep_batches(app, serving, generator, inside)
+        responses = await keep_responses(app, serving, generator, inside)
+        if responses is not None:
+            stack.push_async_callback(responses.keeper.close)
+        runner, port = await start_http(app, listener.host, listener.port, context=tls)
+        stack.push_async_callback(runner.cleanup)
+        if batches is not None or responses is not None:
+            socket = await stack.enter_async_context(inside.listening(runner))
+        if batches is not None:
+            await stack.enter_async_context(working(batches, socket, stopping))
+        if responses is not None:
+            await stack.enter_async_context(responses.going_on(socket, stopping))
+        yield port, batches

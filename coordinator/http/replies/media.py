@@ -1,0 +1,112 @@
+"""The images and audio of requests: counted, encoded in a child process, and put into prompts. Fair between clients."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Sequence
+
+from relayline.coordinator.http.workers.fair_line import Ticket
+from relayline.coordinator.http.workers.turns import Turns
+from relayline.coordinator.media.encoded import Encoded, EncodedMedia, Filled, n_tokens_of, put_in
+from relayline.coordinator.media.encoder import Encoder
+from relayline.coordinator.media.parts import MediaFile
+from relayline.coordinator.media.segments import Segment, n_rows_in
+from relayline.wire.common.bounds import MEDIA_PER_REQUEST_MAX
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
+
+
+class Media:
+    """The images and audio of one application. Event loop only; encoding itself runs elsewhere, one file at a time."""
+
+    per_request_max = MEDIA_PER_REQUEST_MAX
+
+    def __init__(self, encoder: Encoder) -> None:
+        """The encoder has been started."""
+        self.takes = encoder.takes
+        self._encoder, self._row_bytes = encoder, 4 * encoder.n_embd
+        self._encoded = EncodedMedia()
+        self._turns = Turns(1)
+        self._tasks: set[asyncio.Task[Encoded | None]] = set()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "media")
+
+    async def count(self, client: str, media: Sequence[MediaFile]) -> int:
+        """Return how many tokens of a prompt some files take. Raises InvalidRequestError."""
+        return sum([n_tokens_of(await self._layout(client, file)) for file in media])
+
+    async def fill(self, client: str, tokens: Sequence[int], media: Sequence[MediaFile], ctx_tokens: int) -> Filled:
+        """Return a prompt with its media in it; see `put_in` for the places of these.
+
+        Raises ContextLengthError before anything is encoded where it cannot fit, InvalidRequestError for a file that
+        cannot be read, OverloadedError where requests hold too many, InternalError where encoding fails.
+        """
+        n_tokens = len(tokens) - len(media) + await self.count(client, media)
+        if n_tokens > ctx_tokens:
+            raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
+        encoded = [await self._one(client, file) for file in media]
+        return put_in(tokens, encoded)
+
+    async def close(self) -> None:
+        """End the process that encodes."""
+        self._encoder.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._thread.shutdown(wait=False)
+
+    async def _layout(self, client: str, file: MediaFile) -> list[Segment]:
+        if (found := self._encoded.layout(self._key(file))) is not None:
+            return found
+        ticket = await self._turns.enter(client, len(file.data))
+        if (found := self._encoded.layout(self._key(file))) is not None:  # counted for another in the meantime
+            self._turns.leave(ticket)
+            return found
+        await self._work(ticket, file, 0)
+        found = self._encoded.layout(self._key(file))
+        assert found is not None
+        return found
+
+    async def _one(self, client: str, file: MediaFile) -> Encoded:
+        if (found := self._encoded.get(self._key(file))) is not None:
+            return found
+        n_rows = sum(n_rows_in(each) for each in await self._layout(client, file))
+        ticket = await self._turns.enter(client, len(file.data))
+        try:
+            found = self._encoded.get(self._key(file))  # perhaps encoded for another request in the meantime
+            if found is None:
+                self._encoded.check_room(n_rows * self._row_bytes)
+        except OverloadedError:
+            self._turns.leave(ticket)
+            raise
+        if found is not None:
+            self._turns.leave(ticket)
+            return found
+        encoded = await self._work(ticket, file, n_rows)
+        assert encoded is not None
+        return encoded
+
+    def _key(self, file: MediaFile) -> bytes:
+        return self._encoder.identity + file.sha256
+
+    async def _work(self, ticket: Ticket, file: MediaFile, rows_max: int) -> Encoded | None:
+        """Count a file, or encode it. One whose client has gone keeps its turn until it is done."""
+        task = asyncio.create_task(self._encode(ticket, file, rows_max))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        try:
+            return await asyncio.shield(task)
+        except InvalidRequestError as error:
+            raise InvalidRequestError.of_field(file.param, error.message) from None
+
+    async def _encode(self, ticket: Ticket, file: MediaFile, rows_max: int) -> Encoded | None:
+        loop = asyncio.get_running_loop()
+        try:
+            segments, rows = await loop.run_in_executor(self._thread, self._encoder.encode, file.data, rows_max)
+            self._encoded.note(self._key(file), segments)
+            are_mutual = self._encoder.are_mutual and not file.is_audio
+            return self._encoded.put(self._key(file), segments, rows, are_mutual=are_mutual) if rows_max else None
+        finally:
+            self._turns.leave(ticket)
+
+    def _done(self, task: asyncio.Task[Encoded | None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # perhaps no request waits for it any more

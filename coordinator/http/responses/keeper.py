@@ -1,0 +1,134 @@
+"""Keeps the responses of an application in a directory: one write after the other, none on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from relayline.coordinator.http.edge.errors import using_disk
+from relayline.coordinator.http.responses.directory import ResponseDirectory
+from relayline.coordinator.http.responses.orders import Order
+from relayline.coordinator.http.responses.store import Stored
+from relayline.coordinator.sessions.generation import TokenEvent
+
+log = logging.getLogger("relayline.http")
+
+WRITES_WAITING_MAX = 256  # of a disk that is slow: further responses are in memory only
+
+DISK_PAUSE_S = 5.0
+
+T = TypeVar("T")
+
+
+class ResponseKeeper:
+    """The mirror of a store in a directory. Where the disk cannot be used, responses are in memory only."""
+
+    def __init__(self, directory: ResponseDirectory) -> None:
+        self.directory = directory
+        self._io = ThreadPoolExecutor(1, "responses")
+        self._n_waiting = 0
+        self._is_failing = False
+        self._broken: set[str] = set()  # background responses whose files have a gap
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, stored: Stored) -> None:
+        """Write a response soon."""
+        self._broken.discard(stored.id)
+        if self._n_waiting < WRITES_WAITING_MAX:
+            self._later(self.directory.put, stored, writes=True)
+        else:
+            self._note("the disk is slow")
+
+    def drop(self, id: str) -> None:
+        """Forget a response soon."""
+        self._later(self.directory.drop, id)
+
+    def used(self, ids: Sequence[str]) -> None:
+        """Note soon that these were used now."""
+        self._later(self.directory.used, ids)
+
+    async def forget(self, id: str) -> None:
+        """Forget a response for certain. Raises HttpRefusal where the disk cannot be used."""
+        with using_disk("the disk with the responses"):
+            await self.call(self.directory.drop, id)
+
+    async def promise(self, order: Order) -> None:
+        """Write down what a background response is to answer. Raises OverloadedError where too much is kept, and
+        HttpRefusal where the disk cannot be used.
+        """
+        try:
+            with using_disk("the disk with the responses"):
+                await self.call(self.directory.orders.begin, order)
+        except BaseException:  # a client that has left, too
+            self.finished(order.id)
+            raise
+
+    def finished(self, id: str) -> None:
+        """Forget soon what a background response was to answer."""
+        self._later(self.directory.orders.finished, id)
+
+    async def add(self, id: str, events: Sequence[TokenEvent]) -> None:
+        """Write what the model has said of a background response. After a failure no more is written of it."""
+        if id in self._broken:
+            return
+        try:
+            await self.call(self.directory.orders.add, id, events)
+        except OSError as error:
+            self._broken.add(id)
+            text = "what %s says cannot be written any more, and a restart takes it back to here: %s"
+            log.warning(text, id, error.strerror or error)
+
+    async def started(self, id: str) -> None:
+        """Note that a background response is asked for again now; waits for a disk that cannot be used."""
+        while True:
+            try:
+                return await self.call(self.directory.orders.started, id)
+            except OSError as error:
+                self._note(error.strerror or str(error))
+                await asyncio.sleep(DISK_PAUSE_S)
+
+    async def left(self, ids: Sequence[str]) -> None:
+        """Note that this coordinator ends in order, and that it was not for these."""
+        with contextlib.suppress(OSError):  # they have been counted as if it did not
+            await self.call(self.directory.orders.left, ids)
+
+    async def call(self, function: Callable[..., T], *arguments: object) -> T:
+        """Run one of the directory's calls, after those that were asked for before. Raises OSError."""
+        return await self._loop.run_in_executor(self._io, function, *arguments)
+
+    async def settled(self) -> None:
+        """Wait until all that was asked for before is on the disk, or cannot be."""
+        await self.call(lambda: None)
+
+    async def close(self) -> None:
+        """Let another coordinator have the directory, once all is written."""
+        await self.settled()
+        self._io.shutdown()
+        self.directory.close()
+
+    def _later(self, function: Callable[..., None], *arguments: object, writes: bool = False) -> None:
+        self._n_waiting += 1
+        self._io.submit(function, *arguments).add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._done, done, writes)
+        )
+
+    def _done(self, done: Future[None], writes: bool) -> None:
+        self._n_waiting -= 1
+        error = done.exception()
+        if error is not None:
+            self._note(getattr(error, "strerror", None) or str(error))
+        elif writes:  # a file can be removed from a full disk, too
+            self._note("")
+
+    def _note(self, fault: str) -> None:
+        """Say once that the disk cannot be used, and once that it can."""
+        if fault and not self._is_failing:
+            text = "responses cannot be written to %s, and those that end now are in memory only: %s"
+            log.warning(text, self.directory.path, fault)
+        elif self._is_failing and not fault:
+            log.info("responses are written to %s again", self.directory.path)
+        self._is_failing = bool(fault)

@@ -1,0 +1,73 @@
+"""Files of responses in a directory: each is one msgpack object that says its version, and is named after its id."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX
+
+log = logging.getLogger("relayline.http")
+
+VERSION = 1  # of the files; those of another one are left out
+FILE_BYTES_MAX = STORED_RESPONSES_BYTES_MAX + (1 << 20)  # of one, with what surrounds its contents
+_ID = re.compile(r"resp_[0-9a-f]{48}")
+_PARTIAL = re.compile(r"\.resp_[0-9a-f]{48}\.[0-9a-f]{8}")
+
+T = TypeVar("T")
+
+
+class _BadFileError(Exception):
+    """A file that is left out; the text says why."""
+
+
+class _Head(msgspec.Struct):
+    version: int
+    id: str
+
+
+def read_all(directory: Path, kind: type[T]) -> Iterator[T]:
+    """Return what is in the files of a directory, the one used last first. Files that cannot be read are left out, with
+    one line in the log. Raises OSError.
+    """
+    paths = [path for path in directory.iterdir() if _ID.fullmatch(path.name) and path.is_file()]
+    left_out: list[str] = []
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            found = read(path, kind)
+        except (_BadFileError, msgspec.MsgspecError, PermissionError) as error:
+            left_out.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+            continue
+        yield found
+    if left_out:
+        n = len(left_out)
+        log.warning("%d responses cannot be read and are left out, the first is %s", n, left_out[0])
+
+
+def read(path: Path, kind: type[T]) -> T:
+    """Return what is in a file. Raises OSError, and others for one that cannot be read."""
+    with path.open("rb") as file:
+        data = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
+        raise _BadFileError(f"it is larger than {FILE_BYTES_MAX} bytes")
+    head = msgspec.msgpack.decode(data, type=_Head)
+    if head.version != VERSION:
+        raise _BadFileError(f"it has version {head.version}, and this coordinator reads {VERSION}")
+    if head.id != path.name:
+        raise _BadFileError("it is not named after what it holds")
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def remove_torn(directory: Path, suffixes: Collection[str] = ()) -> None:
+    """Remove what processes that were killed have left: files that are not whole, and files with these suffixes beside
+    one that is gone. What somebody else keeps here stays. Raises OSError.
+    """
+    for path in directory.iterdir():
+        is_left = path.suffix in suffixes and _ID.fullmatch(path.stem) and not path.with_suffix("").exists()
+        if (is_left or _PARTIAL.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
+            path.unlink()

@@ -1,0 +1,191 @@
+"""Background responses that have not ended, as files: they are asked for again when the coordinator is back.
+
+* `ID`: the request, written whole.
+* `ID.tokens`: the tokens of the answer so far, a record for each write. The last record may be torn.
+* `ID.starts`: a byte for each time that it was asked for again and the coordinator was then killed, or crashed.
+
+Everything here blocks: call it in a thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from relayline.coordinator.http.responses.kept_files import FILE_BYTES_MAX, VERSION, read, read_all, remove_torn
+from relayline.coordinator.sessions.generation import FinishReason, TokenEvent
+from relayline.wire.common.bounds import UNFINISHED_RESPONSES_BYTES_MAX
+from relayline.wire.common.errors import OverloadedError
+from relayline.wire.common.files import naming, write_file
+from relayline.wire.common.own_directory import OWN_FILE_MODE
+
+_TOKENS, _STARTS = ".tokens", ".starts"
+_LENGTH_BYTES = 4  # before each record
+
+
+class Sent(msgspec.Struct):
+    """The body of a request, with what must be known to read it again to the same end."""
+
+    raw: bytes
+    n_context: int  # its first bytes: the stored context that it refers to
+    seed: int  # for a request that brings none
+
+
+class Order(msgspec.Struct, kw_only=True):
+    """The request of a background response, and its owner."""
+
+    version: int = VERSION
+    id: str
+    owner: str
+    payer: str
+    """`ApiKey.lasting_name` of the key that was shown; empty where none was demanded."""
+    behalf: str
+    """For whom a gateway showed it, as the gateway said it."""
+    created: int
+    sent: Sent | None
+    model_id: str
+    n_vocab: int
+    queued: bytes
+    """The response as it began, JSON."""
+    input_items: list[tuple[str, bytes]]
+    previous_id: str | None
+    is_stream: bool
+
+
+class Unfinished(msgspec.Struct):
+    """A background response that the coordinator before has not ended."""
+
+    order: Order  # without what was sent
+    has_begun: bool
+    n_starts: int
+    """How often it was asked for again by a coordinator that was killed or crashed."""
+
+
+class _Said(msgspec.Struct, array_like=True):
+    """A TokenEvent, as far as answers show it."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    finish_reason: FinishReason | None
+    is_end_token: bool
+    n_cached: int
+
+
+class OrderFiles:
+    """Those of one directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bytes_of: dict[str, int] = {}
+
+    def load(self) -> list[Unfinished]:
+        """Return all, the one that came first at the front. Raises OSError."""
+        remove_torn(self.path, (_TOKENS, _STARTS))
+        found: list[Unfinished] = []
+        for order in read_all(self.path, Order):
+            self._bytes_of[order.id] = (self.path / order.id).stat().st_size
+            order.sent = None
+            found.append(Unfinished(order, _size(self._tokens(order.id)) > 0, _size(self._starts(order.id))))
+        return sorted(found, key=lambda each: (each.order.created, each.order.id))
+
+    def begin(self, order: Order) -> None:
+        """Keep a request. Raises OSError, and OverloadedError where too much is kept already."""
+        data = msgspec.msgpack.encode(order)
+        n_bytes = sum(self._bytes_of.values()) + len(data)
+        if n_bytes > UNFINISHED_RESPONSES_BYTES_MAX or len(data) > FILE_BYTES_MAX:
+            n_max = min(UNFINISHED_RESPONSES_BYTES_MAX, FILE_BYTES_MAX)
+            text = f"background responses that wait or run have {n_bytes} bytes with this one, which is too many"
+            raise OverloadedError(f"{text}; send at most {n_max} bytes, or try again later")
+        write_file(self.path / order.id, data, OWN_FILE_MODE)
+        self._bytes_of[order.id] = len(data)
+
+    def read(self, id: str) -> tuple[Sent, list[TokenEvent]]:
+        """Return a request, and the tokens of its answer so far. A torn record is cut off. Raises OSError, and others
+        for a file that has become unreadable.
+        """
+        sent = read(self.path / id, Order).sent
+        assert sent is not None
+        return sent, self._said(id)
+
+    def add(self, id: str, events: Sequence[TokenEvent]) -> None:
+        """Note more tokens of an answer. It does not wait for the disk: a power cut may take it. Raises OSError."""
+        said = [
+            _Said(
+                each.token, each.logprob, each.top_logprobs, each.finish_reason, each.is_end_token, each.n_cached
+            )
+            for each in events
+        ]  # fmt: skip
+        data = msgspec.msgpack.encode(said)
+        _append(self._tokens(id), len(data).to_bytes(_LENGTH_BYTES) + data)
+
+    def started(self, id: str) -> None:
+        """Note that it is asked for again now. Raises OSError."""
+        _append(self._starts(id), b".", waits=True)
+
+    def left(self, ids: Iterable[str]) -> None:
+        """The coordinator ends in order, and it was not for these. Raises OSError."""
+        for id in ids:
+            self._starts(id).unlink(missing_ok=True)
+
+    def finished(self, id: str) -> None:
+        """Forget one. Raises OSError."""
+        for path in (self.path / id, self._tokens(id), self._starts(id)):  # the first one says that there is one
+            path.unlink(missing_ok=True)
+        self._bytes_of.pop(id, None)
+
+    def _said(self, id: str) -> list[TokenEvent]:
+        path = self._tokens(id)
+        if not path.exists():
+            return []
+        with path.open("r+b") as file:
+            data = file.read(FILE_BYTES_MAX)
+            events, at = _records(data)
+            file.truncate(at)
+        return events
+
+    def _tokens(self, id: str) -> Path:
+        return self.path / f"{id}{_TOKENS}"
+
+    def _starts(self, id: str) -> Path:
+        return self.path / f"{id}{_STARTS}"
+
+
+def _records(data: bytes) -> tuple[list[TokenEvent], int]:
+    """Return what the whole records hold, and where the last of them ends."""
+    events: list[TokenEvent] = []
+    at = 0
+    while at + _LENGTH_BYTES <= len(data):
+        begin = at + _LENGTH_BYTES
+        end = begin + int.from_bytes(data[at:begin])
+        if end > len(data):
+            break
+        try:
+            said = msgspec.msgpack.decode(data[begin:end], type=list[_Said])
+        except msgspec.MsgspecError:
+            break
+        for each in said:
+            event = TokenEvent(each.token, each.logprob, each.top, each.finish_reason, each.is_end_token)
+            events.append(msgspec.structs.replace(event, n_cached=each.n_cached) if each.n_cached else event)
+        at = end
+    return events, at
+
+
+def _append(path: Path, data: bytes, *, waits: bool = False) -> None:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    with naming(path), os.fdopen(os.open(path, flags, OWN_FILE_MODE), "wb", buffering=0) as file:
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if waits:
+            os.fsync(file.fileno())
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,34 @@
+"""Starting the encoder of a pipeline that takes images or audio."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from relayline.coordinator.media.encoder import Encoder
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.model.projectors import check_projector
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.errors import UsageError
+from relayline.wire.settings.table import ServingSettings
+
+
+async def encoder_of(serving: ServingSettings, file: PipelineFile, tokenizer: Tokenizer) -> Encoder | None:
+    """Return the started encoder for the projector that the settings name; None where they name none.
+
+    Raises UsageError for a projector that cannot be used, StartError where its process does not start and may the next
+    time.
+    """
+    if not serving.mmproj:
+        return None
+    path = Path(serving.mmproj)
+    found = check_projector(path, file)
+    if not tokenizer.has_text:
+        raise UsageError("--mmproj: images and audio are parts of chats, and this model has no tokenizer")
+    encoder = Encoder(path, tokenizer.path, file.n_embd, serving.image_max_tokens or found.max_tokens)
+    try:
+        await asyncio.to_thread(encoder.start)
+    except BaseException:
+        encoder.close()
+        raise
+    return encoder

@@ -1,0 +1,172 @@
+"""Images and audio in the messages of a chat: out of the message, into bytes; a mark stays where each was.
+
+Pure, and for a body's worker: its cost grows with the body.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from relayline.coordinator.text.places import place_of
+from relayline.wire.common.bounds import MEDIA_BYTES_MAX, MEDIA_PER_REQUEST_MAX
+from relayline.wire.common.errors import InvalidRequestError
+
+_IMAGE_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+_AUDIO_HEAD = re.compile(r"data:audio/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+# The first bytes of the formats that are read.
+_IMAGE_FORMATS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")
+_AUDIO_FORMATS = (b"ID3", b"fLaC")
+MARKER = "<__media__>"  # as llama-server shows the place of an image or of audio
+NO_AUDIO_FORMAT = "it is no WAV, MP3 or FLAC"
+
+
+class Takes(NamedTuple):
+    """What a model's projector encodes."""
+
+    images: bool = False
+    audio: bool = False
+
+
+TEXT_ALONE = Takes()
+
+
+class MediaFile(Struct):
+    """One image or audio file, as its client sent it."""
+
+    data: bytes  # a file
+    sha256: bytes
+    param: str  # where in the body it is
+    is_audio: bool = False
+
+
+class Marked(Struct):
+    """The messages of a chat with marks in place of its images and audio."""
+
+    messages: list[dict[str, Any]]
+    media: list[MediaFile]
+    mark: str  # what each mark begins with; no client could guess it
+
+    def split(self, rendered: str) -> tuple[list[str], list[int]]:
+        """Return the texts around the media of a rendered chat, one more than files, and the numbers of these.
+
+        Raises InvalidRequestError where the template left one out or wrote it twice.
+        """
+        found = re.split(rf"<{self.mark}-(\d+)>", rendered)
+        texts, numbers = found[::2], [int(number) for number in found[1::2]]
+        if sorted(numbers) != list(range(len(self.media))):
+            what = "audio file" if all(each.is_audio for each in self.media) else "image"
+            text = f"the model's chat template does not write each {what} of this chat once"
+            raise InvalidRequestError.of_field("messages", text)
+        return texts, numbers
+
+    def shown(self, rendered: str) -> str:
+        """Return a rendered chat with llama.cpp's marker in place of each file."""
+        return re.sub(rf"<{self.mark}-\d+>", MARKER, rendered) if self.media else rendered
+
+
+def take_media(messages: Sequence[dict[str, Any]], takes: Takes) -> Marked:
+    """Take images and audio out of the messages of a chat. Raises InvalidRequestError for a file that cannot be read,
+    or is of a kind that the projector does not take.
+    """
+    marked = Marked([], [], secrets.token_hex(8))
+    for at, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, Sequence) and any(kind_of(part) for part in content):
+            message = {**message, "content": _text_of(content, f"messages[{at}].content", marked, takes)}
+        marked.messages.append(message)
+    return marked
+
+
+_KINDS = {"image_url": "image", "input_audio": "audio", "audio_url": "audio"}
+
+
+def kind_of(part: Any) -> str:
+    """Return `image` or `audio` for a part of a message that is one; empty for others."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return _KINDS.get(kind, "") if isinstance(kind, str) else ""
+
+
+def is_audio_file(data: bytes) -> bool:
+    """Whether a file begins like a WAV, an MP3 or a FLAC, as llama.cpp tells them from images."""
+    is_wave = data[:4] == b"RIFF" and data[8:12] == b"WAVE"
+    is_mpeg = len(data) >= 2 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0
+    return len(data) >= 12 and (is_wave or is_mpeg or data.startswith(_AUDIO_FORMATS))
+
+
+def _text_of(parts: Sequence[Any], param: str, marked: Marked, takes: Takes) -> str:
+    """Return the parts of a message as one text. As in llama.cpp, a new line stands between two texts alone."""
+    text, is_after_text = "", False
+    for at, part in enumerate(parts):
+        where = f"{param}[{at}]"
+        if kind := kind_of(part):
+            place = place_of(part) or f"{where}.{part['type']}"
+            if len(marked.media) == MEDIA_PER_REQUEST_MAX:
+                most = f"a request has at most {MEDIA_PER_REQUEST_MAX} images and audio files"
+                raise InvalidRequestError.of_field(place, most)
+            text += f"<{marked.mark}-{len(marked.media)}>"
+            marked.media.append(_audio(part, place, takes) if kind == "audio" else _picture(part, place, takes))
+            is_after_text = False
+            continue
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kinds = "text, image_url and input_audio"
+            raise InvalidRequestError.of_field(where, f"only parts of type {kinds} are supported")
+        text += "\n" + part["text"] if is_after_text else part["text"]
+        is_after_text = True
+    return text
+
+
+def _picture(part: Mapping[str, Any], param: str, takes: Takes) -> MediaFile:
+    if not takes.images:
+        raise InvalidRequestError.of_field(param, "this model's projector takes audio, and no images")
+    image_url = part.get("image_url")
+    url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
+    if not isinstance(url, str):
+        raise InvalidRequestError.of_field(param, "must be text")
+    if (head := _IMAGE_HEAD.match(url)) is None:
+        text = "an image is sent itself, as data:image/png;base64,...; this server fetches none from elsewhere"
+        raise InvalidRequestError.of_field(param, text)
+    data = _bytes_of(url, head.end(), param, "an image")
+    is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    if not (is_webp or data.startswith(_IMAGE_FORMATS)):
+        raise InvalidRequestError.of_field(param, "it is no PNG, JPEG, WebP or GIF")
+    return MediaFile(data, hashlib.sha256(data).digest(), param)
+
+
+def _audio(part: Mapping[str, Any], param: str, takes: Takes) -> MediaFile:
+    """Return an audio file: of `input_audio` its `data`, base64 or a data: address; of `audio_url` its `url`."""
+    if not takes.audio:
+        raise InvalidRequestError.of_field(param, "this model's projector takes images, and no audio")
+    inner = part.get(part["type"])
+    sent = inner.get("data", inner.get("url")) if isinstance(inner, Mapping) else inner
+    if not isinstance(sent, str):
+        raise InvalidRequestError.of_field(param, "needs `data`, the audio file in base64")
+    head = _AUDIO_HEAD.match(sent)
+    if head is None and (part["type"] == "audio_url" or ":" in sent[:40]):  # an address
+        text = "audio is sent itself, in base64; this server fetches none from elsewhere"
+        raise InvalidRequestError.of_field(param, text)
+    data = _bytes_of(sent, head.end() if head else 0, param, "an audio file")
+    return audio_file(data, param)
+
+
+def audio_file(data: bytes, param: str) -> MediaFile:
+    """Return an audio file for the encoder. Raises InvalidRequestError for one that does not begin like one."""
+    if not is_audio_file(data):
+        raise InvalidRequestError.of_field(param, NO_AUDIO_FORMAT)
+    return MediaFile(data, hashlib.sha256(data).digest(), param, is_audio=True)
+
+
+def _bytes_of(sent: str, start: int, param: str, what: str) -> bytes:
+    if len(sent) > start + MEDIA_BYTES_MAX * 4 // 3 + 4:
+        raise InvalidRequestError.of_field(param, f"{what} has at most {MEDIA_BYTES_MAX} bytes")
+    try:
+        return base64.b64decode(sent[start:], validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequestError.of_field(param, "it is not base64") from None

@@ -1,0 +1,240 @@
+"""llama.cpp's own encoder, libmtmd: an image or audio file becomes tokens of a prompt and rows of the model.
+
+It runs in a child process (`encoding.py`). One thread uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from relayline.coordinator.media.audio_headers import check_seconds, checked
+from relayline.coordinator.media.cleared_rows import clearing
+from relayline.coordinator.media.parts import Takes, is_audio_file
+from relayline.coordinator.media.segments import Grid, Segment, n_rows_in
+from relayline.coordinator.text.llama_errors import LlamaErrors, on_log
+from relayline.wire.common.bounds import AUDIO_UNPACKED_BYTES_MAX, IMAGE_PIXELS_MAX
+from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
+from relayline.wire.common.memory import address_space_bytes
+from relayline.wire.common.usable_cores import computing_cores
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_MARK = b"<__media__>"
+_USUAL_MIN_TOKENS, _LEAST_TOKENS = 256, 8  # of images in llama.cpp: the largest least number, and the smallest
+NO_LIBRARY = (
+    "--mmproj: this llama.cpp was built without its encoder of images and audio, libmtmd; run `make rebuild`, or "
+    "install a wheel of llama-cpp-python that has it"
+)
+
+
+class Projector:
+    """A loaded projector, with the vocabulary of the model that it belongs to."""
+
+    def __init__(self, path: Path, vocabulary: Path, n_embd: int, max_tokens: int = 0) -> None:
+        """Load them. `n_embd`: values of each row, as the projector's own tensor has them.
+
+        `max_tokens`: most rows of an image, where its size can be chosen; 0: as the projector says.
+
+        Raises UsageError where it cannot be used, StartError where memory is missing.
+        """
+        try:
+            from llama_cpp import mtmd_cpp
+        except (ImportError, OSError, AttributeError, RuntimeError):
+            raise UsageError(NO_LIBRARY) from None
+        self._mtmd: Any = mtmd_cpp
+        self._errors = LlamaErrors()
+        self._mtmd.mtmd_helper_log_set(on_log, None)
+        self.n_embd = n_embd
+        params = llama.llama_model_default_params()
+        params.vocab_only = True
+        self._model = llama.llama_model_load_from_file(bytes(vocabulary), params)
+        if not self._model:
+            raise self._errors.error(str(vocabulary))
+        settings = self._mtmd.mtmd_context_params_default()
+        settings.use_gpu = True  # where this llama.cpp has one
+        settings.print_timings = False
+        settings.warmup = False
+        settings.n_threads = len(computing_cores())
+        settings.media_marker = _MARK
+        self._clearing = settings.cb_eval = clearing(mtmd_cpp._libmtmd)  # kept alive as well
+        if max_tokens:
+            settings.image_max_tokens = max_tokens
+            if max_tokens < _USUAL_MIN_TOKENS:  # else small images would have more
+                settings.image_min_tokens = min(max_tokens, _LEAST_TOKENS)
+        self._context = self._mtmd.mtmd_init_from_file(bytes(path), self._model, settings)
+        if not self._context:
+            raise self._errors.error(f"--mmproj {path}: llama.cpp cannot load it")
+        self.takes = Takes(
+            bool(self._mtmd.mtmd_support_vision(self._context)), bool(self._mtmd.mtmd_support_audio(self._context))
+        )
+        # Rows of one image see each other:
+        self.are_mutual = self.takes.images and bool(self._mtmd.mtmd_decode_use_non_causal(self._context, None))
+        self._has_axes = bool(self._mtmd.mtmd_decode_use_mrope(self._context))
+        self._try(path)
+
+    def _try(self, path: Path) -> None:
+        """Cut an image and a second of silence, as far as they are taken. Raises UsageError where it cannot be used."""
+        mtmd, segments = self._mtmd, []
+        if not any(self.takes):
+            raise UsageError(f"--mmproj {path}: it has no encoder for images or audio")
+        try:
+            if self.takes.images:
+                segments += self._segments_of(self._bitmap_of(np.full((64, 64, 3), 255, np.uint8)))
+            if self.takes.audio:
+                silence = np.zeros(mtmd.mtmd_get_audio_sample_rate(self._context), np.float32)
+                pointer = silence.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+                segments += self._segments_of(mtmd.mtmd_bitmap_init_from_audio(len(silence), pointer))
+        except InternalError as error:
+            raise UsageError(f"--mmproj {path}: {error.message}") from None
+        if any(isinstance(each, list) and min(each) < 0 for each in segments):
+            raise UsageError(f"--mmproj {path}: it needs tokens that the model's vocabulary does not have")
+
+    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
+        """Return the segments that an image or audio file becomes, and its rows: f32 [n, n_embd].
+
+        There are no rows where they would be more than `rows_max`. Raises InvalidRequestError for a file that is
+        neither, InternalError where llama.cpp fails.
+        """
+        bitmap = self._sound_of(data) if is_audio_file(data) else self._bitmap_of(pixels_of(data))
+        with self._tokenized(bitmap) as chunks:
+            found = self._chunks_in(chunks)
+            segments = [self._segment(chunk) for chunk in found]
+            sizes = [n_rows_in(segment) for segment in segments]
+            n_rows = sum(sizes)
+            rows = np.empty((n_rows if n_rows <= rows_max else 0, self.n_embd), np.float32)
+            if len(rows):
+                at = 0
+                for chunk, size in zip(found, sizes, strict=True):
+                    if size:
+                        self._encode(chunk, rows[at : at + size])
+                        at += size
+        return segments, rows
+
+    def _bitmap_of(self, pixels: npt.NDArray[np.uint8]) -> Any:
+        height, width, _ = pixels.shape
+        return self._mtmd.mtmd_bitmap_init(width, height, pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
+
+    def _sound_of(self, data: bytes) -> Any:
+        """Return an audio file, unpacked as libmtmd holds it: one channel, at the rate of the encoder."""
+        if not self.takes.audio:
+            raise InvalidRequestError("this model takes no audio")
+        mtmd, file = self._mtmd, checked(data)
+        held = (ctypes.c_uint8 * len(file)).from_buffer_copy(file)
+        with no_more_memory_than(AUDIO_UNPACKED_BYTES_MAX):
+            made = mtmd.mtmd_helper_bitmap_init_from_buf_wrapper(
+                self._context, held, len(file), False, mtmd.mtmd_helper_init_opt_default()
+            )
+        if not made.bitmap:
+            raise InvalidRequestError(f"the audio cannot be read: {self._errors.reason()}")
+        try:
+            check_seconds(mtmd.mtmd_bitmap_get_nx(made.bitmap), mtmd.mtmd_get_audio_sample_rate(self._context))
+        except InvalidRequestError:
+            mtmd.mtmd_bitmap_free(made.bitmap)
+            raise
+        return made.bitmap
+
+    def _segments_of(self, bitmap: Any) -> list[Segment]:
+        with self._tokenized(bitmap) as chunks:
+            return [self._segment(chunk) for chunk in self._chunks_in(chunks)]
+
+    def _chunks_in(self, chunks: Any) -> list[Any]:
+        return [self._mtmd.mtmd_input_chunks_get(chunks, at) for at in range(self._mtmd.mtmd_input_chunks_size(chunks))]
+
+    @contextmanager
+    def _tokenized(self, bitmap: Any) -> Iterator[Any]:
+        """Give the chunks that a bitmap becomes, and free both."""
+        mtmd = self._mtmd
+        chunks = mtmd.mtmd_input_chunks_init()
+        try:
+            text = mtmd.mtmd_input_text(_MARK, len(_MARK), False, True)
+            bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+            if mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(text), bitmaps, 1):
+                size = f"{mtmd.mtmd_bitmap_get_nx(bitmap)} x {mtmd.mtmd_bitmap_get_ny(bitmap)}"
+                what = "audio of {} samples" if mtmd.mtmd_bitmap_is_audio(bitmap) else "an image of {} pixels"
+                raise InternalError(f"llama.cpp cannot cut {what.format(size)}: {self._errors.reason()}")
+            yield chunks
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            mtmd.mtmd_bitmap_free(bitmap)
+
+    def _segment(self, chunk: Any) -> Segment:
+        kind = self._mtmd.mtmd_input_chunk_get_type(chunk)
+        if kind != self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            n_rows = int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+            is_image = kind == self._mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE  # rows of audio have places like tokens
+            return self._grid(chunk, n_rows) if self._has_axes and is_image else n_rows
+        count = ctypes.c_size_t()
+        tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+        return [int(tokens[at]) for at in range(count.value)]
+
+    def _grid(self, chunk: Any, n_rows: int) -> Grid:
+        """Return the grid of an image's rows. Raises InternalError where llama.cpp gives them other places."""
+        mtmd = self._mtmd
+        image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        corner = mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, n_rows - 1)
+        width, height = int(corner.x) + 1, int(corner.y) + 1
+        is_grid = width * height == n_rows and (corner.t, corner.z) == (0, 0)
+        if not is_grid or mtmd.mtmd_image_tokens_get_n_pos(image) != max(width, height):
+            raise InternalError("the rows of its images have places that stages do not know")
+        return Grid(width, height)
+
+    def _encode(self, chunk: Any, out: npt.NDArray[np.float32]) -> None:
+        if self._mtmd.mtmd_encode_chunk(self._context, chunk):
+            raise InternalError(f"llama.cpp cannot encode it: {self._errors.reason()}")
+        found = self._mtmd.mtmd_get_output_embd(self._context)
+        np.copyto(out, np.ctypeslib.as_array(found, out.shape))
+        if not np.isfinite(out).all():
+            raise InternalError("encoding it gave values that are not finite")
+
+
+def pixels_of(data: bytes) -> npt.NDArray[np.uint8]:
+    """Return the pixels of a file as they are looked at: u8 [height, width, 3]; of a moving image the first.
+
+    Transparent pixels are white. Raises InvalidRequestError for a file that is no image, or too large a one.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which are bounded here
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+                width, height = image.size
+                if width * height > IMAGE_PIXELS_MAX:
+                    text = f"an image of {width} x {height} pixels; at most {IMAGE_PIXELS_MAX} are taken"
+                    raise InvalidRequestError(text)
+                upright = ImageOps.exif_transpose(image)
+                if upright.has_transparency_data:
+                    clear = upright.convert("RGBA")
+                    upright = Image.new("RGBA", clear.size, "white")
+                    upright.alpha_composite(clear)
+                return np.array(upright.convert("RGB"), np.uint8)
+    except UnidentifiedImageError:
+        raise InvalidRequestError("it is no image that can be read") from None
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise InvalidRequestError(f"the image cannot be read: {str(error)[:200]}") from None
+
+
+@contextmanager
+def no_more_memory_than(n_bytes: int) -> Iterator[None]:
+    """Let this process have so many bytes more for a while; where it asks for more, llama.cpp ends it.
+
+    So a header that lies takes this process down, and not the host.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    soft = [each for each in before if each != resource.RLIM_INFINITY]
+    if (now_bytes := address_space_bytes()) is not None:  # else not Linux: headers were checked
+        soft.append(now_bytes + n_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (min(soft, default=resource.RLIM_INFINITY), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,0 +1,15 @@
+"""How far the batches are that a coordinator keeps, in `relayline status` and `top`. Pure."""
+
+from __future__ import annotations
+
+
+def batches_line(batches: dict[str, int]) -> str:
+    """Return how far the batches are that a coordinator keeps; empty where none run or wait. Pure."""
+    if not batches.get("running") and not batches.get("waiting"):
+        return ""
+    n_done, n_failed = batches["requests_done"], batches["requests_failed"]
+    failed = f", {n_failed:,} of them failed" if n_failed else ""
+    return (
+        f"batches: {batches['running']} running, {batches['waiting']} waiting, {n_done:,} requests done{failed}, "
+        f"{batches['requests_waiting']:,} to do"
+    )

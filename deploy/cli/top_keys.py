@@ -1,0 +1,49 @@
+"""What API keys use, in `relayline top`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+SHOWN_MAX = 12  # keys
+NAME_CELLS = 12  # all columns fit 60
+COLUMNS = ("running", "waiting", "requests", "prompt", "cached", "answers")
+
+
+def keys_of(described: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the counts of keys since the start, those with most streams first, then those with most tokens."""
+
+    def busy(key: dict[str, Any]) -> tuple[int, int, int]:
+        return -key["running"], -key["waiting"], -key["prompt_tokens"] - key["completion_tokens"]
+
+    return sorted(described.get("keys") or (), key=busy)
+
+
+def keys_table(keys: Sequence[dict[str, Any]]) -> list[Table | Text]:
+    """Return a table of keys for a terminal from 60 columns on; nothing where no key was used."""
+    if not keys:
+        return []
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("API key", no_wrap=True, max_width=NAME_CELLS, overflow="ellipsis")
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    for key in keys[:SHOWN_MAX]:
+        counts = (key["running"], key["waiting"], key["requests"])
+        tokens = (key["prompt_tokens"], key["cached_tokens"], key["completion_tokens"])
+        table.add_row(escape(key["name"]), *map(str, counts), *map(_short, tokens))
+    n_more = len(keys) - SHOWN_MAX
+    more = [Text(f"and {n_more} more keys: GET /v1/usage", style="dim")] if n_more > 0 else []
+    return [Text(), table, *more]
+
+
+def _short(n_tokens: int) -> str:
+    """Return a number in at most 6 characters."""
+    for unit in ("", "k", "M"):
+        if n_tokens < 10_000:
+            return f"{n_tokens:.0f}{unit}"
+        n_tokens //= 1_000
+    return f"{n_tokens:.0f}G"

@@ -1,0 +1,93 @@
+"""Finds the draft model to serve with, and checks that it can draft for the model, before the model is split."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from relayline.coordinator.drafting.draft_model import check_drafts
+from relayline.deploy.launch.prepare import override
+from relayline.deploy.machine.gpus import known_gpus
+from relayline.deploy.manifest import Manifest
+from relayline.deploy.models.model_source import is_on_hub, resolve_model
+from relayline.deploy.planning.drafting import Gpus, draft_memory, gpus_bytes
+from relayline.wire.common.errors import ModelFileError, StartError, UsageError
+from relayline.wire.common.places import expanded
+from relayline.wire.common.units import GIB
+from relayline.wire.model_files.gguf_header import read_header
+from relayline.wire.model_files.model_check import check_header
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import ServingSettings
+
+_SETTING = entry_of(ServingSettings, "draft_model")
+
+
+def with_draft_model(manifest: Manifest) -> Manifest:
+    """Return the manifest with the draft model as an absolute path, loaded from the hub if it is there.
+
+    Raises UsageError or ModelFileError where there is none.
+    """
+    if not manifest.serving.draft_model:
+        return manifest
+    return override(manifest, {_SETTING.place: str(find_draft_model(manifest.serving.draft_model))})
+
+
+def find_draft_model(reference: str) -> Path:
+    """Return the path of a draft model: a file, or one of the hub. Raises UsageError or ModelFileError."""
+    try:
+        return resolve_model(reference if is_on_hub(reference) else str(expanded(reference))).absolute()
+    except (UsageError, ModelFileError) as error:
+        raise type(error)(f"{_SETTING.flag}: {error}") from None
+
+
+def check_draft_model(serving: ServingSettings, model: Path) -> None:
+    """Raise UsageError or ModelFileError for a draft model that cannot draft for this one."""
+    if not serving.draft_model:
+        return
+    path = Path(serving.draft_model)
+    try:
+        check_header(read_header(path))
+        check_drafts(path, model)
+    except (UsageError, ModelFileError) as error:
+        raise type(error)(f"{_SETTING.flag}: {error}") from None
+
+
+def check_draft_memory(serving: ServingSettings, free_bytes: int | None, gpus: Gpus = known_gpus) -> None:
+    """Raise for a draft model that this machine has no memory for: UsageError where its GPUs are too small, StartError
+    where the memory that is free now is too little, since others may free theirs. `free_bytes`: None if unknown.
+    """
+    memory = draft_memory(serving, gpus)
+    if memory is None:
+        return
+    needs = f"{_SETTING.flag}: {serving.draft_model} needs"
+    if memory.gpu is not None and memory.gpu.total_bytes > (there_bytes := gpus_bytes(gpus)):
+        raise UsageError(
+            f"{needs} {memory.gpu.total_bytes / GIB:.2f} GiB of this machine's GPUs, which have "
+            f"{there_bytes / GIB:.2f}{_of_cells(serving, memory.gpu.kv_bytes)}"
+        )
+    if free_bytes is not None and memory.total_bytes > free_bytes:
+        raise StartError(
+            f"{needs} {memory.total_bytes / GIB:.2f} GiB on this machine, which has {free_bytes / GIB:.2f} free"
+            f"{_of_cells(serving, memory.kv_bytes)}"
+        )
+
+
+def _of_cells(serving: ServingSettings, kv_bytes: int) -> str:
+    if not kv_bytes:
+        return ""
+    context = entry_of(ServingSettings, "draft_ctx_tokens")
+    of_cells = f"{kv_bytes / GIB:.2f} are for {serving.draft_ctx_tokens:,} tokens"
+    return f"; {of_cells}: a smaller {context.flag} takes less"
+
+
+def served_draft_model(serving: ServingSettings, split_tokenizer: Path) -> ServingSettings:
+    """Return the settings of `serve` with the draft model's path. Raises as `find_draft_model` and
+    `check_draft_model`.
+
+    `split_tokenizer`: the file with the vocabulary of the split that is served.
+    """
+    if not serving.draft_model:
+        return serving
+    serving = dataclasses.replace(serving, draft_model=str(find_draft_model(serving.draft_model)))
+    check_draft_model(serving, split_tokenizer)
+    return serving

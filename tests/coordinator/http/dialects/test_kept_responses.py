@@ -1,0 +1,116 @@
+"""Stored responses with a directory: a coordinator that comes after has them, each for its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import openai
+import pytest
+
+from relayline.coordinator.http.responses.directory import ResponseDirectory
+from relayline.coordinator.http.responses.keeper import ResponseKeeper
+from relayline.coordinator.http.responses.store import ResponseStore, Stored
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from tests.support.http_support import MODEL, FakeGenerator, says
+from tests.support.kept_responses import serving_kept
+from tests.support.openai_client import openai_client
+
+KEYS = "alice: alice-key-0123456789\nbob: bob-key-012345678901\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+async def test_a_chain_goes_on_after_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        first = await client.responses.create(model=MODEL, input="one", metadata={"a": "b"})
+        second = await client.responses.create(model=MODEL, input="two", previous_response_id=first.id)
+        gone = await client.responses.create(model=MODEL, input="three")
+        await client.responses.delete(gone.id)
+    generator = FakeGenerator(says(b"again"))
+    async with serving_kept(tokenizer, tmp_path, generator) as url, openai_client(url) as client:
+        assert await client.responses.retrieve(first.id) == first
+        assert (await client.responses.input_items.list(second.id)).data[0].content[0].text == "two"  # type: ignore[union-attr]
+        third = await client.responses.create(model=MODEL, input="three", previous_response_id=second.id)
+        assert third.output_text == "again"
+        prompt = tokenizer.decode(generator.requests[0].prompt_tokens)
+        assert [prompt.find(word) >= 0 for word in ("one", "hello", "two", "three")] == [True] * 4
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(gone.id)
+
+
+async def test_a_key_finds_its_own_after_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys, kept = tmp_path / "keys", tmp_path / "kept"
+    keys.write_text(KEYS)
+    keys.chmod(0o600)
+    async with serving_kept(tokenizer, kept, keys=keys) as url, openai_client(url, "alice-key-0123456789") as client:
+        found = await client.responses.create(model=MODEL, input="hi")
+    async with serving_kept(tokenizer, kept, keys=keys) as url:
+        async with openai_client(url, "bob-key-012345678901") as bob:
+            with pytest.raises(openai.NotFoundError):
+                await bob.responses.retrieve(found.id)
+            with pytest.raises(openai.NotFoundError):
+                await bob.responses.create(model=MODEL, input="and?", previous_response_id=found.id)
+            with pytest.raises(openai.NotFoundError):
+                await bob.responses.delete(found.id)
+        async with openai_client(url, "alice-key-0123456789") as alice:
+            assert (await alice.responses.retrieve(found.id)).id == found.id
+    async with serving_kept(tokenizer, kept) as url, openai_client(url) as anyone:
+        with pytest.raises(openai.NotFoundError):
+            await anyone.responses.retrieve(found.id)
+
+
+async def test_on_a_full_disk_answers_go_on_and_are_in_memory(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            found = [await client.responses.create(model=MODEL, input="hi") for _ in range(3)]
+            for each in found:
+                assert (await client.responses.retrieve(each.id)).output_text == "hello"
+            await client.responses.delete(found.pop().id)  # which waits for what was to be written before
+        (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert "are in memory only: No space left on device" in warning
+        kept = await client.responses.create(model=MODEL, input="hi")
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        assert (await client.responses.retrieve(kept.id)).id == kept.id
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(found[0].id)
+
+
+async def test_a_full_disk_is_said_once_though_files_can_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    caplog.set_level("INFO")
+    store = ResponseStore(n_max=1)
+    store.mirror = keeper = ResponseKeeper(ResponseDirectory(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        for number in range(3):
+            store.put(Stored(f"resp_{number:048x}", "", b"{}", [], [], None))
+        await keeper.settled()
+        await asyncio.sleep(0)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+    store.put(Stored(f"resp_{3:048x}", "", b"{}", [], [], None))
+    await keeper.close()
+    await asyncio.sleep(0)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+async def test_a_response_that_is_not_stored_is_not_written(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        await client.responses.create(model=MODEL, input="hi", store=False)
+    assert [*(tmp_path / "stored").iterdir()] == []

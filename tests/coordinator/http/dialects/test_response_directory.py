@@ -1,0 +1,139 @@
+"""The directory of stored responses: what is written is read again, and what cannot be read is left out."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relayline.coordinator.http.responses import directory as directories
+from relayline.coordinator.http.responses import kept_files
+from relayline.coordinator.http.responses.directory import STORED, UNFINISHED, ResponseDirectory
+from relayline.coordinator.http.responses.recording import Recording
+from relayline.coordinator.http.responses.store import Stored
+from relayline.wire.common.errors import UsageError
+
+ALICE = "a" * 64
+
+
+def id_of(number: int) -> str:
+    return f"resp_{number:048x}"
+
+
+def response(number: int, body: bytes = b"{}", *, events: int | None = None) -> Stored:
+    recording = None
+    if events is not None:
+        recording = Recording()
+        recording.add(b"".join(b"data: %d\n\n" % each for each in range(events)))
+        recording = recording.kept()
+    items = [(f"item_{number}", b'{"id":1}')]
+    return Stored(id_of(number), ALICE, body, items, [(f"msg_{number}", b"{}")], id_of(0), True, recording)
+
+
+def put(path: Path, *responses: Stored) -> None:
+    directory = ResponseDirectory(path)
+    for at, each in enumerate(responses):
+        directory.put(each)
+        os.utime(path / STORED / each.id, (at, at))
+    directory.close()
+
+
+def ids_in(path: Path) -> list[str]:
+    directory = ResponseDirectory(path)
+    try:
+        return [each.id for each in directory.load()[0]]
+    finally:
+        directory.close()
+
+
+def test_a_response_comes_back_whole(tmp_path: Path) -> None:
+    written = response(1, b'{"id":"resp"}', events=3)
+    put(tmp_path, written)
+    directory = ResponseDirectory(tmp_path)
+    (found,), _ = directory.load()
+    assert written.recording is not None
+    assert found.recording is not None
+    assert found.recording.contents() == written.recording.contents()
+    assert (found.recording.n_bytes, found.recording.is_over) == (written.recording.n_bytes, True)
+    assert (found.id, found.owner, found.body, found.previous_id) == (written.id, ALICE, written.body, id_of(0))
+    assert (found.input_items, found.output_items) == (written.input_items, written.output_items)
+    assert found.n_bytes == written.n_bytes
+    directory.close()
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "kept"
+    put(path, response(1))
+    for each in (path, path / STORED, path / UNFINISHED):
+        assert each.stat().st_mode & 0o777 == 0o700
+    assert (path / STORED / id_of(1)).stat().st_mode & 0o777 == 0o600
+
+
+def test_they_come_in_the_order_of_their_last_use(tmp_path: Path) -> None:
+    put(tmp_path, response(1), response(2), response(3))
+    directory = ResponseDirectory(tmp_path)
+    directory.used([id_of(2), id_of(9), id_of(1)])  # one of them is gone
+    directory.close()
+    assert ids_in(tmp_path)[0] == id_of(3)
+
+
+def test_the_oldest_ones_beyond_the_bounds_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, response(1), response(2), response(3))
+    monkeypatch.setattr(directories, "STORED_RESPONSES_MAX", 2)
+    assert ids_in(tmp_path) == [id_of(2), id_of(3)]
+    assert not (tmp_path / STORED / id_of(1)).exists()
+    monkeypatch.setattr(directories, "STORED_RESPONSES_BYTES_MAX", response(3).n_bytes)
+    assert ids_in(tmp_path) == [id_of(3)]
+
+
+def test_files_that_cannot_be_read_are_left_out_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, *(response(number) for number in range(1, 8)))
+    stored = tmp_path / STORED
+    whole = (stored / id_of(1)).read_bytes()
+    (stored / id_of(2)).write_bytes(whole[: len(whole) // 2])
+    (stored / id_of(3)).write_bytes(b"")
+    (stored / id_of(4)).write_bytes(msgspec.msgpack.encode({"version": 2, "id": id_of(4)}))
+    (stored / id_of(5)).write_bytes(whole)  # under another's name
+    (stored / id_of(6)).write_bytes(os.urandom(64))
+    with (stored / id_of(7)).open("r+b") as file:
+        file.truncate(kept_files.FILE_BYTES_MAX + 1)
+    (stored / "notes.txt").write_text("somebody's own")
+    (stored / f".{id_of(8)}.0123abcd").write_bytes(whole)  # of a writer that was killed
+    assert ids_in(tmp_path) == [id_of(1)]
+    assert [record.message.split(", the first")[0] for record in caplog.records] == [
+        "6 responses cannot be read and are left out"
+    ]
+    assert sorted(path.name for path in stored.iterdir()) == sorted(
+        ["notes.txt", *(id_of(number) for number in range(1, 8))]
+    ), "the torn one is gone; the others are for people to look at"
+
+
+def test_a_directory_has_one_coordinator(tmp_path: Path) -> None:
+    first = ResponseDirectory(tmp_path)
+    with pytest.raises(UsageError, match="holds the responses of another coordinator; give each its own"):
+        ResponseDirectory(tmp_path)
+    first.close()
+    ResponseDirectory(tmp_path).close()
+
+
+def test_a_file_in_its_place_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("no directory")
+    with pytest.raises(UsageError, match="kept cannot hold responses: Not a directory"):
+        ResponseDirectory(tmp_path / "kept")
+
+
+def test_a_response_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    directory = ResponseDirectory(tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        directory.put(response(1))
+    assert [*(tmp_path / STORED).iterdir()] == []
+    directory.close()

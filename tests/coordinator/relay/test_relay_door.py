@@ -1,0 +1,119 @@
+"""Goal: strangers who hold connections to a relayed stage keep no one else out, and nothing is left of any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from relayline.coordinator.relay.door import Door, Tunnel
+from relayline.wire.common import bounds
+from relayline.wire.pb.relayline.v1 import tunnel_pb2 as pb
+from tests.coordinator.relay.test_relay import LOCAL, WAIT_S, ask, is_closed
+from tests.support.polling import pause
+from tests.support.relays import echo, running_relay, serving
+
+
+async def test_idle_connections_shut_no_stage_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "RELAYED_CONNECTIONS_MAX", 6)
+    monkeypatch.setattr(bounds, "RELAYED_UNANSWERED_MAX", 3, raising=False)
+    async with running_relay() as relay, serving(echo) as target, relay.stage("a", target) as tunnel:
+        reader, writer = await asyncio.open_connection(LOCAL, tunnel.port)
+        writer.write(b"x")
+        assert await reader.readexactly(1) == b"x", "a neighbour"
+        idle = []
+        for n in range(8):
+            idle.append(await asyncio.open_connection(LOCAL, tunnel.port))
+            await relay.until("a", "taken", n + 2)
+        assert await ask(tunnel.port, b"another neighbour") == b"another neighbour"
+        assert await is_closed(idle[0][0]), "the oldest made room"
+        writer.write(b"y")
+        assert await reader.readexactly(1) == b"y"
+        for _, each in idle:
+            each.close()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def a_door() -> AsyncIterator[tuple[Door, list[bytes]]]:
+    door, tickets = Door("a"), list[bytes]()
+
+    async def write(message: pb.OpenResponse) -> None:
+        tickets.append(message.ticket)
+
+    await door.listen(LOCAL, 0)
+    door.begin(Tunnel(None, write))
+    try:
+        yield door, tickets
+    finally:
+        await door.close()
+
+
+async def test_one_address_has_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "RELAYED_PER_ADDRESS_MAX", 2)
+    monkeypatch.setattr("relayline.coordinator.relay.door.is_loopback", lambda host: host == "127.0.0.1")
+    async with a_door() as (door, tickets), contextlib.AsyncExitStack() as stack:
+
+        async def come(address: str) -> asyncio.StreamReader:
+            n_before = len(tickets) + door.n_refused
+            reader, writer = await asyncio.open_connection(LOCAL, door.port, local_addr=(address, 0))
+            stack.callback(writer.close)
+            while len(tickets) + door.n_refused == n_before:
+                await pause()
+            return reader
+
+        kept = [await come("127.0.0.2") for _ in range(2)]
+        for ticket in tickets:
+            arrival = door.take(ticket, None)
+            assert arrival is not None
+            arrival.counts.from_stage_bytes = 1
+        assert await is_closed(await come("127.0.0.2"))
+        assert door.n_refused == 1
+        await come("127.0.0.3")
+        for _ in range(4):
+            await come("127.0.0.1")
+        assert door.n_open == 7, "this machine's own have the bound of all"
+        assert not any(reader.at_eof() for reader in kept)
+
+
+async def test_nothing_is_left_of_a_connection_that_was_not_taken_or_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = asyncio.all_tasks()
+    monkeypatch.setattr(bounds, "RELAY_PICK_UP_S", 0.05)
+    async with a_door() as (door, tickets):
+        reader, writer = await asyncio.open_connection(LOCAL, door.port)
+        assert await is_closed(reader)
+        writer.close()
+        monkeypatch.setattr(bounds, "RELAY_PICK_UP_S", 30.0)
+        reader, writer = await asyncio.open_connection(LOCAL, door.port)
+        while len(tickets) < 2:
+            await pause()
+        assert door.take(tickets[1], None) is not None
+        await pause()
+        await door.close()  # cancels
+        assert await is_closed(reader)
+        writer.close()
+    async with asyncio.timeout(WAIT_S):
+        while asyncio.all_tasks() != before:
+            await pause()
+
+
+async def test_the_address_with_most_silent_connections_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "RELAYED_UNANSWERED_MAX", 4)
+    monkeypatch.setattr("relayline.coordinator.relay.door.is_loopback", lambda host: False)
+    async with a_door() as (door, tickets), contextlib.AsyncExitStack() as stack:
+
+        async def come(address: str) -> asyncio.StreamReader:
+            n_before = len(tickets)
+            reader, writer = await asyncio.open_connection(LOCAL, door.port, local_addr=(address, 0))
+            stack.callback(writer.close)
+            while len(tickets) == n_before:
+                await pause()
+            return reader
+
+        neighbour = await come("127.0.0.3")
+        crowd = [await come("127.0.0.2") for _ in range(6)]
+        assert [await is_closed(reader) for reader in crowd[:3]] == [True] * 3
+        assert door.n_open == 4
+        assert not neighbour.at_eof()

@@ -1,0 +1,39 @@
+"""A coordinator's API that keeps its responses in a directory, over a fake generator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.opening import opened
+from relayline.coordinator.http.replies.service import ServedModel
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
+from relayline.wire.settings.table import ServingSettings
+from tests.support.http_support import CREATED, MODEL, FakeGenerator
+
+
+@contextlib.asynccontextmanager
+async def serving_kept(
+    tokenizer: Tokenizer,
+    directory: Path | str,
+    generator: FakeGenerator | None = None,
+    *,
+    keys: Path | None = None,
+    model_id: str = MODEL,
+) -> AsyncIterator[str]:
+    """Serve on a free loopback port until the block ends, as a coordinator does that is asked to; gives its URL."""
+    generator = generator or FakeGenerator()
+    chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
+    app = make_app(generator, ServedModel(model_id, CREATED, tokenizer, chat), HttpLimits())
+    stopping = asyncio.Event()
+    listener, kept = HttpListener(port=0, api_keys_file=keys), ServingSettings(responses_dir=str(directory))
+    async with opened(app, listener, kept, generator, stopping=stopping) as (port, _):
+        yield f"http://127.0.0.1:{port}"
+        stopping.set()

@@ -1,0 +1,53 @@
+"""A directory that one process at a time keeps things in, and that no other user of the machine may read."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from relayline.wire.common.errors import UsageError
+
+OWN_FILE_MODE, OWN_DIRECTORY_MODE = 0o600, 0o700
+
+
+class OwnDirectory:
+    """A directory, its parts, and its `lock`, which is held until `close` or the end of the process."""
+
+    def __init__(self, path: Path, parts: Sequence[str], what: str) -> None:
+        """Make and lock it. `what` is in it, for people: "batches".
+
+        Raises UsageError where another coordinator has it, or it cannot be used.
+        """
+        self.path = path
+        try:
+            if not path.exists():
+                path.mkdir(parents=True, exist_ok=True, mode=OWN_DIRECTORY_MODE)
+            for part in parts:
+                (path / part).mkdir(exist_ok=True, mode=OWN_DIRECTORY_MODE)
+            self._lock: BinaryIO = (path / "lock").open("wb")
+        except OSError as error:
+            raise UsageError(f"{path} cannot hold {what}: {error.strerror}") from None
+        with self.loading():
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{path} holds the {what} of another coordinator; give each its own") from None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Read what is there within: after an error it is nobody's again. Raises UsageError for one of the system."""
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            raise UsageError(f"{error.filename or self.path} cannot be used: {error.strerror}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self._lock.close()

@@ -24,6 +24,9 @@ class CutShort:
         self.n_left -= 1
         return lambda **_: self
 
+    def add_done_callback(self, _: Any) -> None:
+        """Never end before the message."""
+
     async def write(self, _: bytes) -> None:
         reason = 'Failed "execute_batch": (<grpc._cython.cygrpc.SendMessageOperation object at 0x7f5b>,)'
         nothing = grpc.aio.Metadata()

@@ -6,7 +6,9 @@ Envelopes cross as ready-made bytes (no serializer), everything else as protobuf
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import ssl
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -35,6 +37,7 @@ PASS_KEY = "relayline-pass"  # metadata of a Relay call: the coordinator's pass 
 _ROUTE_KEY = "relayline-route"
 _ROUTE_FORM = re.compile("([0-9a-f]{16})-([0-9a-f]{8})")
 HANDSHAKE_TRIES = 3  # where gRPC loses the reason for which the other side ended the call at once
+REFUSAL_WAIT_S = 0.5  # in which a refusal arrives, and no message of ours crosses it
 _CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _KEEPALIVE: tuple[tuple[str, int], ...] = (
@@ -110,6 +113,7 @@ def open_channel(
     generation: int = 0,
     *,
     receive_bytes_max: int = bounds.ORDER_BYTES_MAX,
+    certificate: bytes = b"",
 ) -> grpc.aio.Channel:
     """Open a channel with `security`; must be called inside the running event loop.
 
@@ -117,6 +121,8 @@ def open_channel(
     certificates and the server's must carry the host of `address`. With a token every call carries its proof for `to`
     (see LinkSecurity.shown_to), none where `to` is None. Raises UsageError when plaintext would leave this machine
     without permission, or the TLS material cannot be read.
+
+    `certificate`: the one (DER) that the server must show; empty for any of the CA.
     """
     check_connect(address, security)
     options = (*CHANNEL_OPTIONS, receive_limit(receive_bytes_max))
@@ -124,7 +130,8 @@ def open_channel(
         from relayline.wire.links.tls_material import read_material  # loads cryptography, which plaintext does not need
 
         material = read_material(*security.files)
-        credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+        trusted = ssl.DER_cert_to_PEM_cert(certificate).encode() if certificate else material.ca
+        credentials = grpc.ssl_channel_credentials(trusted, material.key, material.cert)
         channel = grpc.aio.secure_channel(address, credentials, options=options)
     else:
         channel = grpc.aio.insecure_channel(address, options=options)
@@ -220,12 +227,15 @@ async def first_reply(
     """Open a two-way stream, say its first message and read the first reply: (call, its bytes or grpc.aio.EOF).
 
     Where the other side ends the call at once, gRPC may lose the reason. The first message is then said again, up to
-    HANDSHAKE_TRIES times: nothing has been accepted yet. Raises grpc.aio.AioRpcError.
+    HANDSHAKE_TRIES times: nothing has been accepted yet. Each new try gives the refusal REFUSAL_WAIT_S to arrive before
+    it writes, so that the two do not cross again. Raises grpc.aio.AioRpcError.
     """
     for n_left in reversed(range(HANDSHAKE_TRIES)):
         # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and continues.
         call = channel.stream_stream(path, request_serializer=None, response_deserializer=None)(metadata=metadata)
         try:
+            if n_left < HANDSHAKE_TRIES - 1:
+                await _ended_within(call, REFUSAL_WAIT_S)
             try:
                 await call.write(message)
             except asyncio.InvalidStateError:
@@ -235,6 +245,13 @@ async def first_reply(
             if not (n_left and was_cut_short(error)):
                 raise
     raise AssertionError("the last try returns or raises")
+
+
+async def _ended_within(call: grpc.aio.Call, timeout_s: float) -> None:
+    ended = asyncio.Event()
+    call.add_done_callback(lambda _: ended.set())
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ended.wait(), timeout_s)
 
 
 def task_is_cancelled() -> bool:

@@ -217,6 +217,7 @@ class Background:
                     for begin in range(0, len(said), SAID_AT_ONCE_MAX):
                         take([Arrival(0, event) for event in said[begin : begin + SAID_AT_ONCE_MAX]])
                         await asyncio.sleep(0)
+                    said = ()  # their memory, for as long as the rest takes
                     while answers.is_open:
                         if self.keeper is None:
                             await merge.pass_on(take, None)

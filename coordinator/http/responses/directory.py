@@ -4,7 +4,8 @@
 * `unfinished/`: background responses that have not; see `orders`.
 * `lock`: held by the coordinator that uses the directory.
 
-Everything here blocks: call it in a thread, one call at a time.
+Everything here blocks: call it in a thread, one call at a time but for `orders.add` and `orders.read`, which are of one
+response each.
 """
 
 from __future__ import annotations

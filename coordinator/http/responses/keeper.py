@@ -1,4 +1,8 @@
-"""Keeps the responses of an application in a directory: one write after the other, none on the event loop."""
+"""Keeps the responses of an application in a directory: nothing of it runs on the event loop.
+
+Three threads, so that nothing waits for what is larger: one writes whole files, one after the other, and waits for the
+disk; one adds what models say, which takes microseconds and has a client waiting; one reads what is asked for again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import TypeVar
 
 from relayline.coordinator.http.edge.errors import using_disk
 from relayline.coordinator.http.responses.directory import ResponseDirectory
-from relayline.coordinator.http.responses.orders import Order
+from relayline.coordinator.http.responses.orders import Order, Sent
 from relayline.coordinator.http.responses.store import Stored
 from relayline.coordinator.sessions.generation import TokenEvent
 
@@ -29,7 +33,9 @@ class ResponseKeeper:
 
     def __init__(self, directory: ResponseDirectory) -> None:
         self.directory = directory
-        self._io = ThreadPoolExecutor(1, "responses")
+        self._files = ThreadPoolExecutor(1, "responses")
+        self._said = ThreadPoolExecutor(1, "responses-said")
+        self._reads = ThreadPoolExecutor(1, "responses-read")
         self._n_waiting = 0
         self._is_failing = False
         self._broken: set[str] = set()  # background responses whose files have a gap
@@ -75,8 +81,9 @@ class ResponseKeeper:
         """Write what the model has said of a background response. After a failure no more is written of it."""
         if id in self._broken:
             return
+        adding = self._loop.run_in_executor(self._said, self.directory.orders.add, id, events)
         try:
-            await self.call(self.directory.orders.add, id, events)
+            await _done_whatever_comes(adding)
         except OSError as error:
             self._broken.add(id)
             text = "what %s says cannot be written any more, and a restart takes it back to here: %s"
@@ -91,14 +98,22 @@ class ResponseKeeper:
                 self._note(error.strerror or str(error))
                 await asyncio.sleep(DISK_PAUSE_S)
 
+    async def read(self, id: str) -> tuple[Sent, list[TokenEvent]]:
+        """Return the request of a background response that waits, and the tokens of its answer so far. Raises OSError,
+        and others for a file that has become unreadable.
+        """
+        return await self._loop.run_in_executor(self._reads, self.directory.orders.read, id)
+
     async def left(self, ids: Sequence[str]) -> None:
         """Note that this coordinator ends in order, and that it was not for these."""
         with contextlib.suppress(OSError):  # they have been counted as if it did not
             await self.call(self.directory.orders.left, ids)
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run one of the directory's calls, after those that were asked for before. Raises OSError."""
-        return await self._loop.run_in_executor(self._io, function, *arguments)
+        """Run one of the directory's calls, after those that were asked for before; what models say and what is read
+        is not among them. Raises OSError.
+        """
+        return await self._loop.run_in_executor(self._files, function, *arguments)
 
     async def settled(self) -> None:
         """Wait until all that was asked for before is on the disk, or cannot be."""
@@ -107,12 +122,13 @@ class ResponseKeeper:
     async def close(self) -> None:
         """Let another coordinator have the directory, once all is written."""
         await self.settled()
-        self._io.shutdown()
+        for threads in (self._files, self._said, self._reads):
+            threads.shutdown()
         self.directory.close()
 
     def _later(self, function: Callable[..., None], *arguments: object, writes: bool = False) -> None:
         self._n_waiting += 1
-        self._io.submit(function, *arguments).add_done_callback(
+        self._files.submit(function, *arguments).add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._done, done, writes)
         )
 
@@ -132,3 +148,13 @@ class ResponseKeeper:
         elif self._is_failing and not fault:
             log.info("responses are written to %s again", self.directory.path)
         self._is_failing = bool(fault)
+
+
+async def _done_whatever_comes(writing: asyncio.Future[None]) -> None:
+    """Wait for a write's end, also where the one that waits is cancelled: its files may go next. Raises OSError."""
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        writing.exception()  # nobody else looks at it
+        raise

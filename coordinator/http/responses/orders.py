@@ -4,7 +4,8 @@
 * `ID.tokens`: the tokens of the answer so far, a record for each write. The last record may be torn.
 * `ID.starts`: a byte for each time that it was asked for again and the coordinator was then killed, or crashed.
 
-Everything here blocks: call it in a thread, one call at a time.
+Everything here blocks: call it in a thread, one call at a time. `add` and `read` may run beside the others: they are of
+one response, and touch nothing else.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ import errno
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from relayline.coordinator.http.responses.kept_files import FILE_BYTES_MAX, VERSION, read, read_all, remove_torn
 from relayline.coordinator.sessions.generation import FinishReason, TokenEvent
-from relayline.wire.common.bounds import UNFINISHED_RESPONSES_BYTES_MAX
+from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, UNFINISHED_RESPONSES_BYTES_MAX
 from relayline.wire.common.errors import OverloadedError
 from relayline.wire.common.files import naming, write_file
 from relayline.wire.common.own_directory import OWN_FILE_MODE
 
 _TOKENS, _STARTS = ".tokens", ".starts"
 _LENGTH_BYTES = 4  # before each record
+SAID_BYTES_MAX = STORED_RESPONSES_BYTES_MAX  # of the tokens of one answer; a longer one could not be stored either
 
 
 class Sent(msgspec.Struct):
@@ -110,10 +113,22 @@ class OrderFiles:
         """
         sent = read(self.path / id, Order).sent
         assert sent is not None
-        return sent, self._said(id)
+        return sent, self.said(id)
+
+    def said(self, id: str) -> list[TokenEvent]:
+        """Return the tokens of an answer so far. A torn record is cut off. Raises OSError."""
+        path = self._tokens(id)
+        if not path.exists():
+            return []
+        with path.open("r+b") as file:
+            events, at = _records(file, min(_size(path), SAID_BYTES_MAX))
+            file.truncate(at)
+        return events
 
     def add(self, id: str, events: Sequence[TokenEvent]) -> None:
-        """Note more tokens of an answer. It does not wait for the disk: a power cut may take it. Raises OSError."""
+        """Note more tokens of an answer. It does not wait for the disk: a power cut may take it. Raises OSError, also
+        where the answer is too long to be read again.
+        """
         said = [
             _Said(
                 each.token, each.logprob, each.top_logprobs, each.finish_reason, each.is_end_token, each.n_cached
@@ -121,7 +136,7 @@ class OrderFiles:
             for each in events
         ]  # fmt: skip
         data = msgspec.msgpack.encode(said)
-        _append(self._tokens(id), len(data).to_bytes(_LENGTH_BYTES) + data)
+        _append(self._tokens(id), len(data).to_bytes(_LENGTH_BYTES) + data, bytes_max=SAID_BYTES_MAX)
 
     def started(self, id: str) -> None:
         """Note that it is asked for again now. Raises OSError."""
@@ -138,16 +153,6 @@ class OrderFiles:
             path.unlink(missing_ok=True)
         self._bytes_of.pop(id, None)
 
-    def _said(self, id: str) -> list[TokenEvent]:
-        path = self._tokens(id)
-        if not path.exists():
-            return []
-        with path.open("r+b") as file:
-            data = file.read(FILE_BYTES_MAX)
-            events, at = _records(data)
-            file.truncate(at)
-        return events
-
     def _tokens(self, id: str) -> Path:
         return self.path / f"{id}{_TOKENS}"
 
@@ -155,17 +160,16 @@ class OrderFiles:
         return self.path / f"{id}{_STARTS}"
 
 
-def _records(data: bytes) -> tuple[list[TokenEvent], int]:
-    """Return what the whole records hold, and where the last of them ends."""
+def _records(file: BinaryIO, n_bytes: int) -> tuple[list[TokenEvent], int]:
+    """Return what the whole records in the first bytes of a file hold, and where the last of them ends."""
     events: list[TokenEvent] = []
     at = 0
-    while at + _LENGTH_BYTES <= len(data):
-        begin = at + _LENGTH_BYTES
-        end = begin + int.from_bytes(data[at:begin])
-        if end > len(data):
+    while at + _LENGTH_BYTES <= n_bytes:
+        end = at + _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES))
+        if end > n_bytes:
             break
         try:
-            said = msgspec.msgpack.decode(data[begin:end], type=list[_Said])
+            said = msgspec.msgpack.decode(file.read(end - at - _LENGTH_BYTES), type=list[_Said])
         except msgspec.MsgspecError:
             break
         for each in said:
@@ -175,9 +179,11 @@ def _records(data: bytes) -> tuple[list[TokenEvent], int]:
     return events, at
 
 
-def _append(path: Path, data: bytes, *, waits: bool = False) -> None:
+def _append(path: Path, data: bytes, *, waits: bool = False, bytes_max: int = FILE_BYTES_MAX) -> None:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with naming(path), os.fdopen(os.open(path, flags, OWN_FILE_MODE), "wb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size + len(data) > bytes_max:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if waits:

@@ -107,7 +107,12 @@ class Resuming:
             text = f"the coordinator has ended {STARTS_MAX} times while it ran, so it is not tried again"
             self._background.fail(waiting, text)
             return
-        waiting.sent, waiting.said = await self.keeper.call(self.keeper.directory.orders.read, waiting.id)
+        try:
+            waiting.sent, waiting.said = await self.keeper.read(waiting.id)
+        except FileNotFoundError:
+            if self._background.waiting(waiting.id) is not waiting:
+                return  # it was cancelled meanwhile
+            raise
         is_counted = False
         while self._background.waiting(waiting.id) is waiting:
             if self._generator.phase in _AWAITED:

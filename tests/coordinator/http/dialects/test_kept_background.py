@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import pytest
 
 from relayline.coordinator.http.edge.token_rate import TokenRate
 from relayline.coordinator.http.responses import resuming
-from relayline.coordinator.http.responses.orders import OrderFiles
+from relayline.coordinator.http.responses.orders import Order, OrderFiles, Sent
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.observe.usage import Spent, UsageByKey
-from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
@@ -407,3 +408,43 @@ async def test_a_full_disk_refuses_what_cannot_be_promised(
         begun = await client.responses.create(model=MODEL, input="hi", background=True)
         assert (await ended(client, begun.id)).output_text == "hello"
     assert [*(tmp_path / "unfinished").iterdir()] == []
+
+
+async def test_what_is_large_on_the_disk_holds_up_no_token(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long request is written, and another that waits is read, while one is said."""
+    kept = tmp_path / "kept"
+    async with killed(tokenizer, kept) as (id, _):
+        pass
+    going_on, writing, reading = threading.Event(), threading.Event(), threading.Event()
+    begin, read = OrderFiles.begin, OrderFiles.read
+
+    def long_begin(files: OrderFiles, order: Order) -> None:
+        if order.sent is not None and b"long" in order.sent.raw:
+            writing.set()
+            going_on.wait(2 * WAIT_S)
+        begin(files, order)
+
+    def long_read(files: OrderFiles, id: str) -> tuple[Sent, list[TokenEvent]]:
+        reading.set()
+        going_on.wait(2 * WAIT_S)
+        return read(files, id)
+
+    monkeypatch.setattr(OrderFiles, "begin", long_begin)
+    monkeypatch.setattr(OrderFiles, "read", long_read)
+    second = Speaker(n_free=0)
+    async with serving_kept(tokenizer, kept, second) as url, openai_client(url) as client:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                begun = await client.responses.create(model=MODEL, input="hi", background=True)
+                long = asyncio.create_task(client.responses.create(model=MODEL, input="long", background=True))
+                await asyncio.to_thread(writing.wait)
+                await asyncio.to_thread(reading.wait)
+                second.gate.opened.set()
+                assert (await ended(client, begun.id)).output_text == "hello"
+                assert not long.done()
+        finally:
+            going_on.set()
+        assert (await ended(client, (await long).id)).output_text == "hello"
+        assert (await ended(client, id)).output_text == "hello"

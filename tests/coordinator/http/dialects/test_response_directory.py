@@ -11,9 +11,12 @@ import pytest
 
 from relayline.coordinator.http.responses import directory as directories
 from relayline.coordinator.http.responses import kept_files
+from relayline.coordinator.http.responses import orders as order_files
 from relayline.coordinator.http.responses.directory import STORED, UNFINISHED, ResponseDirectory
+from relayline.coordinator.http.responses.orders import OrderFiles
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import Stored
+from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.wire.common.errors import UsageError
 
 ALICE = "a" * 64
@@ -137,3 +140,24 @@ def test_a_response_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch
         directory.put(response(1))
     assert [*(tmp_path / STORED).iterdir()] == []
     directory.close()
+
+
+def test_an_answer_that_is_too_long_to_be_read_again_is_not_written_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders, path = OrderFiles(tmp_path), tmp_path / f"{id_of(1)}.tokens"
+    orders.add(id_of(1), [TokenEvent(1, None, ())])
+    monkeypatch.setattr(order_files, "SAID_BYTES_MAX", path.stat().st_size * 2)
+    orders.add(id_of(1), [TokenEvent(2, None, ())])
+    with pytest.raises(OSError, match="too large"):
+        orders.add(id_of(1), [TokenEvent(3, None, ())])
+    assert [event.token for event in orders.said(id_of(1))] == [1, 2]
+
+
+def test_a_record_that_says_it_is_longer_than_the_file_is_cut_off(tmp_path: Path) -> None:
+    orders, path = OrderFiles(tmp_path), tmp_path / f"{id_of(1)}.tokens"
+    orders.add(id_of(1), [TokenEvent(1, None, ())])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\xff" * 32)
+    assert [event.token for event in orders.said(id_of(1))] == [1]
+    assert path.read_bytes() == whole

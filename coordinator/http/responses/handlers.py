@@ -112,9 +112,9 @@ class ResponseHandlers(Handlers):
         running = self._background.get(found.id, found.owner)
         if running is not None:
             await self._background.cancel(running)
-        self._store.delete(found.id, found.owner)
-        if self._background.keeper is not None:
+        if self._background.keeper is not None:  # first: what cannot go from the disk would be back after a restart
             await self._background.keeper.forget(found.id)
+        self._store.delete(found.id, found.owner)
         return json_response(shapes.encode({"id": found.id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
@@ -126,6 +126,8 @@ class ResponseHandlers(Handlers):
             found = self._found(request)
         if not found.is_background:
             raise InvalidRequestError("only a background response can be cancelled; for another, close its connection")
+        if self._background.keeper is not None:
+            await self._background.keeper.forget_order(found.id)
         return json_response(found.body)
 
     async def _sent(self, request: web.Request) -> Sent:

@@ -62,6 +62,13 @@ class ResponseKeeper:
         with using_disk("the disk with the responses"):
             await self.call(self.directory.drop, id)
 
+    async def forget_order(self, id: str) -> None:
+        """Forget for certain what a background response was to answer. Raises HttpRefusal where the disk cannot be
+        used: the next coordinator would go on with it.
+        """
+        with using_disk("the disk with the responses"):
+            await self.call(self.directory.orders.finished, id)
+
     async def promise(self, order: Order) -> None:
         """Write down what a background response is to answer. Raises OverloadedError where too much is kept, and
         HttpRefusal where the disk cannot be used.

@@ -448,3 +448,25 @@ async def test_what_is_large_on_the_disk_holds_up_no_token(
             going_on.set()
         assert (await ended(client, (await long).id)).output_text == "hello"
         assert (await ended(client, id)).output_text == "hello"
+
+
+async def test_a_cancelled_one_that_would_go_on_after_a_restart_says_so(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    first, second = Speaker(n_free=2), Speaker()
+    async with serving_kept(tokenizer, tmp_path, first) as url, openai_client(url) as client:
+        begun = await client.responses.create(model=MODEL, input="hi", background=True)
+        async with asyncio.timeout(WAIT_S):
+            await first.gate.reached.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            patched.setattr(Path, "unlink", read_only)
+            with pytest.raises(openai.APIStatusError, match="cannot be used now: Read-only"):
+                await client.responses.cancel(begun.id)
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+    async with serving_kept(tokenizer, tmp_path, second) as url, openai_client(url):
+        pass
+    assert second.requests == []

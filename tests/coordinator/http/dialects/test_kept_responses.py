@@ -110,6 +110,25 @@ async def test_a_full_disk_is_said_once_though_files_can_be_removed(
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+async def test_what_cannot_be_deleted_from_the_disk_is_still_there(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        found = await client.responses.create(model=MODEL, input="hi")
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", read_only)
+            with pytest.raises(openai.APIStatusError, match="cannot be used now: Read-only") as refused:
+                await client.responses.delete(found.id)
+        assert refused.value.status_code == 507
+        assert await client.responses.retrieve(found.id) == found
+        await client.responses.delete(found.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(found.id)
+
+
 async def test_a_response_that_is_not_stored_is_not_written(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
         await client.responses.create(model=MODEL, input="hi", store=False)

@@ -26,6 +26,14 @@ class _BadFileError(Exception):
     """A file that is left out; the text says why."""
 
 
+class _OtherVersionError(Exception):
+    """A file of another version of relayline."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"it has version {version}, and this relayline reads {VERSION}")
+        self.version = version
+
+
 class _Head(msgspec.Struct):
     version: int
     id: str
@@ -33,17 +41,28 @@ class _Head(msgspec.Struct):
 
 def read_all(directory: Path, kind: type[T]) -> Iterator[T]:
     """Return what is in the files of a directory, the one used last first. Files that cannot be read are left out, with
-    one line in the log. Raises OSError.
+    one line in the log, and those of another version with another line. Raises OSError.
     """
     paths = [path for path in directory.iterdir() if _ID.fullmatch(path.name) and path.is_file()]
     left_out: list[str] = []
+    others: list[int] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             found = read(path, kind)
+        except _OtherVersionError as error:
+            others.append(error.version)
+            continue
         except (_BadFileError, msgspec.MsgspecError, PermissionError) as error:
             left_out.append(f"{path}: {getattr(error, 'strerror', None) or error}")
             continue
         yield found
+    if others:
+        versions = ", ".join(str(version) for version in sorted(set(others)))
+        text = (
+            "%d responses in %s have files of version %s, and this relayline reads %d: they stay there and are left out"
+        )
+        advice = "; start the relayline that wrote them, or remove these files"
+        log.warning(text + advice, len(others), directory, versions, VERSION)
     if left_out:
         n = len(left_out)
         log.warning("%d responses cannot be read and are left out, the first is %s", n, left_out[0])
@@ -57,7 +76,7 @@ def read(path: Path, kind: type[T]) -> T:
         raise _BadFileError(f"it is larger than {FILE_BYTES_MAX} bytes")
     head = msgspec.msgpack.decode(data, type=_Head)
     if head.version != VERSION:
-        raise _BadFileError(f"it has version {head.version}, and this coordinator reads {VERSION}")
+        raise _OtherVersionError(head.version)
     if head.id != path.name:
         raise _BadFileError("it is not named after what it holds")
     return msgspec.msgpack.decode(data, type=kind)

@@ -92,7 +92,7 @@ def test_the_oldest_ones_beyond_the_bounds_go(tmp_path: Path, monkeypatch: pytes
     assert ids_in(tmp_path) == [id_of(3)]
 
 
-def test_files_that_cannot_be_read_are_left_out_with_one_line(
+def test_files_that_cannot_be_read_are_left_out_with_a_line_for_those_of_another_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, *(response(number) for number in range(1, 8)))
@@ -108,9 +108,12 @@ def test_files_that_cannot_be_read_are_left_out_with_one_line(
     (stored / "notes.txt").write_text("somebody's own")
     (stored / f".{id_of(8)}.0123abcd").write_bytes(whole)  # of a writer that was killed
     assert ids_in(tmp_path) == [id_of(1)]
-    assert [record.message.split(", the first")[0] for record in caplog.records] == [
-        "6 responses cannot be read and are left out"
-    ]
+    of_version, torn = (record.message for record in caplog.records)
+    assert of_version.startswith(
+        f"1 responses in {stored} have files of version 2, and this relayline reads 1: they stay"
+    )
+    assert of_version.endswith("start the relayline that wrote them, or remove these files")
+    assert torn.startswith("5 responses cannot be read and are left out, the first is")
     assert sorted(path.name for path in stored.iterdir()) == sorted(
         ["notes.txt", *(id_of(number) for number in range(1, 8))]
     ), "the torn one is gone; the others are for people to look at"

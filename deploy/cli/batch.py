@@ -20,7 +20,7 @@ from relayline.deploy.cli.console_http import (
     unanswered,
     url_option,
 )
-from relayline.deploy.cli.options import IntRange, Line
+from relayline.deploy.cli.options import OUTPUT, IntRange, Line
 from relayline.deploy.cli.paths import FileToRead, FileToWrite
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.texts import system_reason
@@ -41,7 +41,7 @@ LOGGED_S = 60.0  # between two lines of it elsewhere
 @click.command("batch", short_help="Ask a file of requests, and write a file of answers.")
 @click.argument("requests", type=FileToRead(), metavar="IN.jsonl")
 @click.option(
-    "-o", "--output", type=FileToWrite(), required=True, metavar="OUT.jsonl",
+    *OUTPUT, "output", type=FileToWrite(), required=True, metavar="OUT.jsonl",
     help="File of the answers. One that exists is gone on with.",
 )  # fmt: skip
 @click.option(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from relayline.deploy.cli.options import IntRange, Line, Name
+from relayline.deploy.cli.options import OUTPUT, IntRange, Line, Name
 from relayline.deploy.cli.paths import Directory
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import NAME, Identity, Role
@@ -77,7 +77,7 @@ def _one_role(coordinator: bool, stage: str, monitor: bool) -> tuple[Role, str]:
     "--dns", type=Line("name"), multiple=True, help="Further DNS name, e.g. of a Kubernetes service; may be repeated."
 )
 @click.option("--days", type=IntRange(), default=365, show_default=True, help="Days until it expires.")
-@click.option("--out", type=DIRECTORY, default=None, help="Where to put it [default: DIRECTORY/NAME].")
+@click.option(*OUTPUT, "out", type=DIRECTORY, default=None, help="Where to put it [default: DIRECTORY/NAME].")
 def issue_command(
     directory: Path,
     host: str,

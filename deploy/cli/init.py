@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from relayline.deploy.cli.options import OUTPUT
 from relayline.deploy.cli.paths import FileToRead, FileToWrite, write_text
 from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.manifest.schema import SCHEMA_FILE
@@ -19,7 +20,7 @@ from relayline.wire.common.usable_cores import usable_cores
 @click.command("init", short_help="Write a commented manifest for this machine.")
 @click.option("--model", type=FileToRead(), default=None, help="GGUF file, or its first shard.")
 @click.option(
-    "--output", type=FileToWrite(may_be_stdout=True), default=Path("pipeline.yaml"), show_default=True,
+    *OUTPUT, "output", type=FileToWrite(may_be_stdout=True), default=Path("pipeline.yaml"), show_default=True,
     help="File to write; - for stdout.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the file if there is one.")

@@ -18,7 +18,7 @@ from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
-from relayline.deploy.cli.options import IntRange, Line, parse_cuts
+from relayline.deploy.cli.options import OUTPUT, IntRange, Line, parse_cuts
 from relayline.deploy.cli.paths import Directory, NamedPath
 from relayline.deploy.models.model_source import is_on_hub, local_model
 from relayline.deploy.models.progress import progress_bar
@@ -249,7 +249,7 @@ def _runs_of_cuts(cuts: tuple[int, ...]) -> str:
 @MODEL
 @click.option("--stages", type=IntRange(1), help="Number of stages; the cuts are chosen to balance them.")
 @click.option("--cuts", type=Line("layers"), callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
-@click.option("--out", "out_dir", type=Directory(), required=True, help="Directory for the artifacts.")
+@click.option(*OUTPUT, "out_dir", type=Directory(), required=True, help="Directory for the artifacts.")
 @click.option("--experimental", is_flag=True, help="Accept a model family that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print pipeline.json instead of a table.")
 def split_command(

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from relayline.coordinator.http.edge.listener import HttpListener
 
 
+# Of the file or directory that a command writes; one name everywhere, and --out as some commands had it in 0.1.0.
+OUTPUT = ("--output", "-o", "--out")
+
+
 class Address(click.ParamType[tuple[str, int]]):
     """HOST:PORT; a bracketed host for IPv6. Converts to (host, port)."""
 

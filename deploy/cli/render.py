@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from relayline.deploy.cli.options import OUTPUT
 from relayline.deploy.cli.paths import Directory, FileToRead
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.manifest import Manifest, load_manifest
@@ -27,7 +28,7 @@ from relayline.wire.common.places import expanded
 @click.command("render", short_help="Turn a manifest into Compose or Kubernetes files.")
 @click.argument("manifest", type=FileToRead())
 @click.option("--target", type=click.Choice(TARGETS), required=True, help="What will run the files.")
-@click.option("--output", type=Directory(), default=None, help="Directory to write into [default: stdout].")
+@click.option(*OUTPUT, "output", type=Directory(), default=None, help="Directory to write into [default: stdout].")
 @click.option(
     "--force", is_flag=True, help="Also replace files there that were edited, or that relayline did not render."
 )

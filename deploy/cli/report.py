@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
-from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.options import OUTPUT, FloatRange
 from relayline.deploy.cli.paths import FileToWrite, write_text
 from relayline.wire.common.errors import RelaylineError, StartError
 
@@ -28,7 +28,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsa
 
 @click.command("report", short_help="Save the page as one HTML file.")
 @click.option(
-    "--out", type=FileToWrite(), default=Path("relayline-report.html"), show_default=True,
+    *OUTPUT, "out", type=FileToWrite(), default=Path("relayline-report.html"), show_default=True,
     help="File to write.",
 )  # fmt: skip
 @click.option(

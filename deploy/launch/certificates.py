@@ -105,7 +105,7 @@ def issue(
         raise UsageError(f"--days {days} is outside 1..{CERT_DAYS_MAX}")
     ours = _load_authority(directory)[0].public_bytes(serialization.Encoding.PEM)
     if (out / CA_FILE).exists() and (out / CA_FILE).read_bytes() != ours:
-        raise UsageError(f"{out} holds certificates of another CA; choose another directory with --out")
+        raise UsageError(f"{out} holds certificates of another CA; choose another directory with --output")
     identity = Identity(role, credential_host(host), stage)
     token = issued_token(directory, identity) if role is not Role.MONITOR else ""
     key = ec.generate_private_key(ec.SECP256R1())

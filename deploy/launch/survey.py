@@ -176,7 +176,7 @@ def _plan(
 async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tell: Tell) -> Path:
     directory = split_dir if split_dir is not None else await asyncio.to_thread(split_place, model, None, cuts)
     tell({"event": "splitting", "message": f"splitting {model.name}"})
-    where = ("--cuts", ",".join(map(str, cuts)), "--out", str(directory))
+    where = ("--cuts", ",".join(map(str, cuts)), "--output", str(directory))
     if error := await split_apart(str(model), *where):
         raise ArtifactError(error)
     return directory

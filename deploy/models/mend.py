@@ -89,4 +89,4 @@ def _changed(model: Path, file: PipelineFile) -> str:
 
 async def _split(model: Path, directory: Path, file: PipelineFile) -> str:
     how = ("--cuts", ",".join(map(str, file.cuts))) if file.cuts else ("--stages", "1")
-    return await split_apart(str(model), *how, "--out", str(directory))
+    return await split_apart(str(model), *how, "--output", str(directory))

@@ -40,7 +40,7 @@ def cutter(model: Path | None) -> Cut | None:
 
         place = await asyncio.to_thread(split_place, model, None if cuts else 1, cuts or None)
         parts = ("--cuts", ",".join(map(str, cuts))) if cuts else ("--stages", "1")
-        where = (*parts, "--out", str(place))
+        where = (*parts, "--output", str(place))
         if error := await split_apart(full, *where):
             raise ArtifactError(error)
         return place

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from relayline.deploy.cli import main as cli
-from relayline.deploy.cli.options import Address, AddressList, CoreList, FloatRange, IntRange, Line
+from relayline.deploy.cli.options import OUTPUT, Address, AddressList, CoreList, FloatRange, IntRange, Line
 from relayline.deploy.cli.paths import (
     Directory,
     DirectoryToRead,
@@ -108,7 +108,7 @@ def refused(given: str, value: str | Path, good: Path) -> str:
 
 
 def test_the_table_knows_the_commands_that_take_paths() -> None:
-    assert {"up target", "serve --tls", "certs issue directory", "batch requests", "split --out"} <= GIVEN.keys()
+    assert {"up target", "serve --tls", "certs issue directory", "batch requests", "split --output"} <= GIVEN.keys()
 
 
 @pytest.mark.parametrize("given", GIVEN)
@@ -221,3 +221,9 @@ def test_a_file_is_written_whole_or_left_as_it_was(tmp_path: Path, monkeypatch: 
     with pytest.raises(StartError, match=f"^{path}: No space left on device$"):
         write_text(path, "newer")
     assert (path.read_text(), sorted(tmp_path.iterdir())) == ("new", [path, link])
+
+
+def test_what_a_command_writes_has_one_name_everywhere() -> None:
+    outputs = [name for name in GIVEN if "out" in name.rpartition(" ")[2] or name.endswith(" -o")]
+    commands = ("batch", "certs issue", "init", "render", "report", "split")
+    assert sorted(outputs) == [f"{command} {OUTPUT[0]}" for command in commands]

@@ -31,8 +31,9 @@ log = logging.getLogger("relayline.security")
 Peer = tuple[str, int]
 OnRefused = Callable[[str, Reason], None]
 
-FIRST_BYTES_WAIT_S = 0.05  # a client speaks at once; this covers a slow scheduler, and holds up one handshake only
-SETTLED_AFTER_S = 1.0  # a handshake has succeeded or failed by then, and a refused client has said why
+FIRST_BYTES_WAIT_S = 0.5  # a client speaks at once; this covers a busy machine, and holds up one handshake only
+WAITED_MAX_S = 1.0  # in a second for first bytes, by all of gRPC's threads together: some clients never speak
+SETTLED_AFTER_S = 5.0  # a handshake has succeeded or failed by then, and a refused client has said why
 PENDING_MAX = 256  # connections that are watched at a time; more come unwatched
 LOOKS_PER_S_MAX = 20  # a flood of connections is not looked at one by one
 _HELLO_BYTES_MAX = 16 * 1024
@@ -49,10 +50,10 @@ class Doorkeeper:
         self.port = 0  # set when the port is known; connections are watched from then on
         self._files, self._on_refused = files, on_refused
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()  # over what gRPC's threads touch: the five below
+        self._lock = threading.Lock()  # over what gRPC's threads touch: the six below
         self._stamp = _stamp(files)
         self._known: set[Peer] = set()
-        self._second, self._looks = 0, 0
+        self._second, self._looks, self._waited_s = 0, 0, 0.0
         self._closed = False
         self._pending: dict[Peer, asyncio.TimerHandle] = {}  # event loop only
         self._reports: dict[str, float] = {}  # host -> when it said itself why it was refused, on the loop's clock
@@ -109,17 +110,30 @@ class Doorkeeper:
     def _look(self) -> None:
         with self._lock:
             second = int(time.monotonic())
-            self._second, self._looks = second, self._looks + 1 if second == self._second else 1
+            if second != self._second:
+                self._second, self._looks, self._waited_s = second, 0, 0.0
+            self._looks += 1
             if self._closed or not self.port or self._looks > LOOKS_PER_S_MAX:
                 return
             found = _connections(self.port)
             newcomers = {peer: fd for peer, fd in found.items() if peer not in self._known}
             self._known = set(found)
-        deadline_s = time.monotonic() + FIRST_BYTES_WAIT_S
         for peer, fd in newcomers.items():
-            first = _first_bytes(fd, max(0.0, deadline_s - time.monotonic()))
+            first = self._first_bytes(fd)
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 self._loop.call_soon_threadsafe(self._came, peer, first)
+
+    def _first_bytes(self, fd: int) -> bytes:
+        """Peek at the first bytes of a connection. Of the time that is left for waiting, half is left to others."""
+        began_s = time.monotonic()
+        with self._lock:
+            second, wait_s = self._second, min(FIRST_BYTES_WAIT_S, (WAITED_MAX_S - self._waited_s) / 2)
+            self._waited_s += wait_s
+        first = _first_bytes(fd, wait_s)
+        with self._lock:
+            if second == self._second:
+                self._waited_s -= max(0.0, wait_s - (time.monotonic() - began_s))
+        return first
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 

@@ -62,10 +62,8 @@ def server_certificate(address: str, security: LinkSecurity) -> bytes:
     Empty if there is none; gRPC then finds the same and says why.
     """
     try:
-        with (
-            _connected(address) as raw,
-            _verifying(security).wrap_socket(raw, server_hostname=host_of(address)) as link,
-        ):
+        context = _verifying(security)
+        with _connected(address) as raw, context.wrap_socket(raw, server_hostname=host_of(address)) as link:
             return link.getpeercert(binary_form=True) or b""
     except OSError:
         return b""
@@ -73,9 +71,8 @@ def server_certificate(address: str, security: LinkSecurity) -> bytes:
 
 def knock(address: str, reason: Reason) -> None:
     """Tell the other end why there will be no link, in the clear part of one more handshake; errors are ignored."""
+    context = _saying(ALPN_REFUSED_PREFIX + reason.value)
     with contextlib.suppress(OSError, ValueError), _connected(address) as raw:
-        context = unverified_context()
-        context.set_alpn_protocols(["h2", ALPN_REFUSED_PREFIX + reason.value])
         context.wrap_socket(raw, server_hostname=host_of(address)).close()
 
 
@@ -146,8 +143,7 @@ def _of_ssl_error(error: ssl.SSLError) -> Finding | None:
 
 def _probe_plaintext(address: str) -> Finding | None:
     """A peer that answers a TLS greeting in TLS, be it with an alert, speaks TLS."""
-    context = unverified_context()
-    context.set_alpn_protocols(["h2", ALPN_PROBE])
+    context = _saying(ALPN_PROBE)
     try:
         with _connected(address) as raw, context.wrap_socket(raw):
             return Finding(Reason.PLAINTEXT_CLIENT)
@@ -156,8 +152,7 @@ def _probe_plaintext(address: str) -> Finding | None:
 
 
 def _certificate_of(address: str) -> bytes:
-    context = unverified_context()
-    context.set_alpn_protocols(["h2", ALPN_PROBE])
+    context = _saying(ALPN_PROBE)
     with _connected(address) as raw, context.wrap_socket(raw) as link:
         return link.getpeercert(binary_form=True) or b""
 
@@ -170,6 +165,13 @@ def _verifying(security: LinkSecurity) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the CA may be an intermediate one: gRPC takes it, too
     context.load_cert_chain(cert, key)
     context.set_alpn_protocols(["h2", ALPN_PROBE])
+    return context
+
+
+def _saying(word: str) -> ssl.SSLContext:
+    """Return a context whose greeting has the word. It is made before a connection is: servers wait for greetings."""
+    context = unverified_context()
+    context.set_alpn_protocols(["h2", word])
     return context
 
 

@@ -15,6 +15,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -28,8 +29,8 @@ from relayline.deploy.launch.certificates import issue
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError, UnauthenticatedError
 from relayline.wire.envelopes import messages
-from relayline.wire.links import doorkeeper, listening, role_tokens, rpc
-from relayline.wire.links.doorkeeper import LOOKS_PER_S_MAX
+from relayline.wire.links import doorkeeper, listening, role_tokens, rpc, tls_probe, trouble
+from relayline.wire.links.doorkeeper import FIRST_BYTES_WAIT_S, LOOKS_PER_S_MAX, WAITED_MAX_S, Doorkeeper
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.roles import Identity, Role
@@ -38,6 +39,7 @@ from relayline.wire.links.trouble import explained
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.cut_short import CutShort
 from tests.support.identities import NOW, Identities, make_identities, security_of
+from tests.support.polling import pause
 
 WAIT_S = 20
 ROOT = role_tokens.new_root()
@@ -48,6 +50,17 @@ STAGE_TOKEN = role_tokens.token_for(ROOT, STAGE, 0)
 @pytest.fixture(scope="module")
 def ids(tmp_path_factory: pytest.TempPathFactory) -> Identities:
     return make_identities(tmp_path_factory.mktemp("identities"))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine either end may be slow to say why it refuses the other."""
+    for name in ("FIRST_BYTES_WAIT_S", "SETTLED_AFTER_S"):
+        monkeypatch.setattr(doorkeeper, name, WAIT_S)
+    monkeypatch.setattr(doorkeeper, "WAITED_MAX_S", 100 * WAIT_S)
+    for name in ("CONNECT_TIMEOUT_S", "HANDSHAKE_TIMEOUT_S"):
+        monkeypatch.setattr(tls_probe, name, WAIT_S)
+    monkeypatch.setattr(trouble, "NOTE_TIMEOUT_S", WAIT_S)
 
 
 class Lines(logging.Handler):
@@ -405,10 +418,20 @@ def shake_hands(port: int) -> None:
         link.recv(1)
 
 
-async def test_a_stranger_is_noticed_and_a_guest_that_leaves_early_is_not(ids: Identities, lines: Lines):
+async def test_a_stranger_is_noticed_and_a_guest_that_leaves_early_is_not(
+    ids: Identities, lines: Lines, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(doorkeeper, "SETTLED_AFTER_S", 0.01)
+    came: list[tuple[Doorkeeper, doorkeeper.Peer, bytes]] = []
     async with serving(security_of(ids.box1)) as server:
         await describe(server.address, security_of(ids.coordinator))
-        await asyncio.to_thread(shake_hands, server.port)
+        with monkeypatch.context() as at_the_door:
+            at_the_door.setattr(Doorkeeper, "_came", lambda *known: came.append(known))
+            await asyncio.to_thread(shake_hands, server.port)
+            while {peer for _, peer, _ in came} & doorkeeper._connections(server.port).keys():
+                await pause()  # the stranger has gone by the time at which its handshake is settled
+        for keeper, peer, first in came:
+            keeper._came(peer, first)
         await describe(server.address, security_of(ids.coordinator))
         assert await lines.until(1) == [
             "stage 1 got no call from 127.0.0.1: "
@@ -425,14 +448,44 @@ async def test_port_checks_and_noise_do_no_harm(ids: Identities, lines: Lines):
         assert "it speaks plaintext" in (await lines.until(1))[0]
 
 
-async def test_a_crowd_that_says_nothing_keeps_nobody_out(ids: Identities, lines: Lines):
+async def test_a_crowd_that_says_nothing_keeps_nobody_out(
+    ids: Identities, lines: Lines, monkeypatch: pytest.MonkeyPatch
+):
     """More silent connections than are checked in a second, all still open while a stage is described."""
+    monkeypatch.undo()  # with the waits of a real server
     async with serving(security_of(ids.box1)) as server:
         with contextlib.ExitStack() as crowd:
             for _ in range(3 * LOOKS_PER_S_MAX):
                 crowd.enter_context(socket.create_connection(("127.0.0.2", server.port), WAIT_S))
             assert (await describe(server.address, security_of(ids.coordinator))).n_embd == 7
         assert lines.lines == []
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+async def test_a_slow_greeting_is_waited_for_and_a_silent_crowd_is_not(
+    speaks: bool, ids: Identities, monkeypatch: pytest.MonkeyPatch
+):
+    """A refused client's greeting holds its reason, and comes late on a busy machine."""
+    monkeypatch.undo()
+    now_s, waits_s = 0.0, []
+
+    def first_bytes(fd: int, timeout_s: float) -> bytes:
+        nonlocal now_s
+        waits_s.append(timeout_s)
+        now_s += 0.0 if speaks else timeout_s
+        return b""
+
+    monkeypatch.setattr(doorkeeper, "_first_bytes", first_bytes)
+    monkeypatch.setattr(doorkeeper, "time", SimpleNamespace(monotonic=lambda: now_s))
+    keeper = Doorkeeper(security_of(ids.box1).files, lambda *_: None)
+    for _ in range(LOOKS_PER_S_MAX):
+        keeper._first_bytes(0)
+    if speaks:
+        assert {*waits_s} == {FIRST_BYTES_WAIT_S}
+    else:
+        assert waits_s[0] == FIRST_BYTES_WAIT_S
+        assert sum(waits_s) < WAITED_MAX_S
+        assert min(waits_s) > 0
 
 
 @pytest.mark.parametrize("word", ["client-expired", "invented", "x" * 200])

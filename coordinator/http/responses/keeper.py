@@ -1,7 +1,10 @@
 """Keeps the responses of an application in a directory: nothing of it runs on the event loop.
 
-Three threads, so that nothing waits for what is larger: one writes whole files, one after the other, and waits for the
-disk; one adds what models say, which takes microseconds and has a client waiting; one reads what is asked for again.
+Three threads, so that nothing waits for what is larger:
+
+* One writes whole files, one after the other, and waits for the disk.
+* One adds what models say. That takes microseconds, and a client waits for it.
+* One reads what is asked for again.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ def one_machine(pipelines: Sequence[Inside], models_dirs: Sequence[str], gateway
         **({"secrets": keys} if keys else {}),
         "volumes": {
             **{f"{name}-state": {} for name in (*coordinators, *stages)},
+            **{f"{pipeline.part(COORDINATOR)}-kept": {} for pipeline in pipelines if pipeline.kept_gib},
             **observability.volumes(),
         },
     }
@@ -211,6 +212,9 @@ def coordinator_service(
         "labels": dict(pipeline.manifest.metadata.labels),
         "deploy": _resources(spec.coordinator.memory_gib, threads=0, gpus=()),
     }
+    if pipeline.kept_gib:
+        kept = f"{pipeline.part(COORDINATOR)}-kept:{inside.KEPT_DIR}"
+        service["volumes"] = [*service["volumes"], kept]
     if pipeline.mounts_models:
         if "}" in models_dir:  # it would end the variable, and Compose has no way to write it there
             source = models_dir.replace("$", "$$")

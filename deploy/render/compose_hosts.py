@@ -145,6 +145,7 @@ def _head_file(pipeline: Inside, stages: list[Stage], models_dir: str) -> str:
         **({"secrets": {"api-keys": {"file": API_KEYS_SOURCE}}} if pipeline.uses_api_keys else {}),
         "volumes": {
             f"{COORDINATOR}-state": {},
+            **({f"{COORDINATOR}-kept": {}} if pipeline.kept_gib else {}),
             **{f"{stage.name}-state": {} for stage in stages},
             **observability.volumes(),
         },

@@ -17,6 +17,7 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.versions import version_of
 from relayline.wire.links.security import address_of
 from relayline.wire.model_files.adapter_texts import placed
+from relayline.wire.settings.table import KEPT_DIRECTORIES
 
 HTTP_PORT = 8_080
 USER_ID = 10_001  # as in deploy/Containerfile
@@ -29,6 +30,8 @@ API_KEYS_FILE = f"{API_KEYS_DIR}/keys"
 MODELS_DIR = "/models"
 AUTHORITY_DIR = "/etc/relayline/authority"
 STATE_DIR = "/var/lib/relayline"  # XDG_CACHE_HOME of the image: models from the hub, splits, artifacts, cost curves
+KEPT_DIR = "/var/lib/relayline-kept"  # responses and batches of the coordinator's clients, in a volume of their own
+KEPT_MARGIN_GIB = 1.0  # of that volume, beside batches' files: responses have at most about 0.5 GiB
 CREDENTIAL_FILES = ("ca.pem", "cert.pem", "key.pem", "token")  # of a process with TLS; without, the last alone
 
 COORDINATOR_GRACE_S = 60  # drain, and time to tell the stages
@@ -101,6 +104,14 @@ class Inside:
         """Whether the model is a file that has to be there, not one that is fetched from the hub."""
         return self.manifest.spec.model.path is not None
 
+    @property
+    def kept_gib(self) -> float:
+        """Size of the volume with what the coordinator keeps for its clients; 0: it keeps nothing."""
+        serving = self.manifest.serving
+        if not any(getattr(serving, name) for name in KEPT_DIRECTORIES):
+            return 0.0
+        return KEPT_MARGIN_GIB + (serving.batch_disk_bytes / (1 << 30) if serving.batch_dir else 0.0)
+
     def image(self, *, on_gpu: bool = False) -> str:
         """Return the image of a process: the coordinator and stages on the CPU, or stages on a GPU."""
         deployment = self.manifest.spec.deployment
@@ -160,6 +171,7 @@ class Inside:
                         "lora": _in_models(self.manifest.serving.lora),
                         "mmproj": _contained_projector(self.manifest.serving.mmproj),
                         "draft_model": _contained_draft_model(self.manifest.serving.draft_model),
+                        **_contained_kept(self.manifest),
                     }
                 ),
                 "wire": spec.wire.model_copy(
@@ -217,6 +229,12 @@ def _contained_draft_model(draft_model: str) -> str:
     if not draft_model or draft_model.startswith(HUB_SCHEME):
         return draft_model
     return f"{MODELS_DIR}/{PurePosixPath(draft_model).name}"
+
+
+def _contained_kept(manifest: Manifest) -> dict[str, str]:
+    return {
+        name: f"{KEPT_DIR}/{name.removesuffix('_dir')}" for name in KEPT_DIRECTORIES if getattr(manifest.serving, name)
+    }
 
 
 def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:

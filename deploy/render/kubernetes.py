@@ -186,7 +186,7 @@ def config(pipeline: Inside, *, is_shared: bool = False) -> list[tuple[str, Mapp
 
     `is_shared`: several coordinators read one models volume and keep their own state in volumes of their pods.
     """
-    name = pipeline.manifest.name
+    name, storage = pipeline.manifest.name, pipeline.manifest.spec.deployment.storage
     documents: list[tuple[str, Mapping]] = [
         (
             "The manifest as the coordinator sees it: hosts and paths of this deployment.",
@@ -213,19 +213,24 @@ def config(pipeline: Inside, *, is_shared: bool = False) -> list[tuple[str, Mapp
         ),
     ]
     if not is_shared:
-        documents.append(("The coordinator's files: the split, models from the hub.", _claim(pipeline, "state")))
+        documents.append(
+            ("The coordinator's files: the split, models from the hub.", _claim(pipeline, "state", storage.model_gib))
+        )
+        if pipeline.kept_gib:
+            about = "What the coordinator keeps for clients: responses, batches. To remove the claim is to forget them."
+            documents.append((about, _claim(pipeline, "kept", pipeline.kept_gib)))
     if pipeline.mounts_models:
         mode = "ReadWriteMany" if is_shared else "ReadWriteOnce"
-        documents.append(("The model's file(s).", _claim(pipeline, "models", mode)))
+        documents.append(("The model's file(s).", _claim(pipeline, "models", storage.model_gib, mode)))
     return documents
 
 
-def _claim(pipeline: Inside, part: str, mode: str = "ReadWriteOnce") -> Mapping:
+def _claim(pipeline: Inside, part: str, size_gib: float, mode: str = "ReadWriteOnce") -> Mapping:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": metadata(pipeline, f"{pipeline.manifest.name}-{part}", pods.COORDINATOR),
-        "spec": pods.claim_spec(pipeline, pipeline.manifest.spec.deployment.storage.model_gib, mode),
+        "spec": pods.claim_spec(pipeline, size_gib, mode),
     }
 
 
@@ -257,6 +262,7 @@ def _join_service(pipeline: Inside) -> Mapping:
 def _coordinator_deployment(pipeline: Inside) -> Mapping:
     name = pipeline.manifest.name
     state = {"persistentVolumeClaim": {"claimName": f"{name}-state"}}
+    kept = {"persistentVolumeClaim": {"claimName": f"{name}-kept"}} if pipeline.kept_gib else None
     source = pipeline.manifest.spec.deployment.storage.fill
     # No Job: the volume can be mounted on one node at a time, and the coordinator's pod may be there already.
     before = [cluster.fill_container(pipeline, source)] if pipeline.mounts_models and source else []
@@ -270,7 +276,7 @@ def _coordinator_deployment(pipeline: Inside) -> Mapping:
             "selector": {"matchLabels": pods.selector(name, pods.COORDINATOR)},
             "template": {
                 "metadata": pod_metadata(pipeline, pods.COORDINATOR),
-                "spec": pods.coordinator_spec(pipeline, state=state, before=before),
+                "spec": pods.coordinator_spec(pipeline, state=state, kept=kept, before=before),
             },
         },
     }

@@ -46,10 +46,22 @@ def render(manifest: Manifest) -> dict[str, str]:
     files = {
         "config.yaml": yaml_file(TARGET, manifest.name, text, kubernetes.config(pipeline, is_shared=True)),
         "pipelines.yaml": yaml_file(
-            TARGET, manifest.name, f"In layer order: {names}.", [("", _worker_set(pipeline)), ("", api)]
+            TARGET,
+            manifest.name,
+            f"In layer order: {names}.{_kept_note(pipeline)}",
+            [("", _worker_set(pipeline)), ("", api)],
         ),
     }
     return files | ({"cluster.yaml": yaml_file(TARGET, manifest.name, "", around)} if around else {})
+
+
+def _kept_note(pipeline: Inside) -> str:
+    """Return what is different here about responses and batches that are kept."""
+    if not pipeline.kept_gib:
+        return ""
+    return """
+Each pipeline keeps its own responses and batches, as long as its leader's pod lives: a crash of the container
+spares them, and a pod that is replaced loses them. The target kubernetes has a claim for them."""
 
 
 def _any_host(pipeline: Inside) -> str:
@@ -108,7 +120,8 @@ def _worker_set(pipeline: Inside) -> Mapping:
     )
     worker = pods.on_nodes(worker, stages[0], pipeline)
     waits = [cluster.wait_container(pipeline)] if pipeline.mounts_models and storage.fill else []
-    leader = pods.coordinator_spec(pipeline, state=_own_volume(pipeline, storage.model_gib), before=waits)
+    kept = _own_volume(pipeline, pipeline.kept_gib) if pipeline.kept_gib else None
+    leader = pods.coordinator_spec(pipeline, state=_own_volume(pipeline, storage.model_gib), kept=kept, before=waits)
     extra = dict(stages[0].labels)
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",

@@ -67,8 +67,9 @@ def selector(name: str, component: str | None = None) -> Mapping:
     return found if component is None else {**found, "app.kubernetes.io/component": component}
 
 
-def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mapping]) -> Mapping:
-    """Return the coordinator's pod spec; `state` is the source of its state volume.
+def coordinator_spec(pipeline: Inside, *, state: Mapping, kept: Mapping | None, before: Sequence[Mapping]) -> Mapping:
+    """Return the coordinator's pod spec; `state` is the source of its state volume, `kept` of that with what it keeps
+    for clients, if it does.
 
     `before`: containers that run first, with the models volume writable.
     """
@@ -87,6 +88,9 @@ def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mappi
     if pipeline.mounts_models:
         volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": models_claim(pipeline)}})
         mounts.append({"name": "models", "mountPath": inside.MODELS_DIR, "readOnly": True})
+    if kept is not None:
+        volumes.append({"name": "kept", **kept})
+        mounts.append({"name": "kept", "mountPath": inside.KEPT_DIR})
     container = {
         "name": COORDINATOR,
         "image": pipeline.image(),

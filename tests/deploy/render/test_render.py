@@ -419,6 +419,42 @@ def test_a_manifest_that_a_target_cannot_run_is_refused(text: str, target: str, 
         render(parsed(text), target)
 
 
+KEEPS = "  coordinator: {responsesDir: /home/me/responses, batchDir: batches, batchDiskBytes: 2147483648}\n"
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "leaderworkerset"])
+def test_what_a_coordinator_keeps_has_a_volume_in_a_cluster(target: str) -> None:
+    files = render(parsed(with_stages("name: a") + KEEPS), target)
+    inner = read_yaml(of_kind(files, "ConfigMap")[0]["data"]["pipeline.yaml"])["spec"]["coordinator"]
+    assert (inner["responsesDir"], inner["batchDir"]) == (f"{inside.KEPT_DIR}/responses", f"{inside.KEPT_DIR}/batch")
+    if target == "kubernetes":
+        pod = of_kind(files, "Deployment")[0]["spec"]["template"]["spec"]
+        (claim,) = [
+            each for each in of_kind(files, "PersistentVolumeClaim") if each["metadata"]["name"] == "small-kept"
+        ]
+        assert claim["spec"]["resources"]["requests"]["storage"] == "3072Mi"
+        source = {"persistentVolumeClaim": {"claimName": "small-kept"}}
+    else:
+        pod = of_kind(files, "LeaderWorkerSet")[0]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == "kept"]
+        source = {"ephemeral": volume["ephemeral"]}
+        assert "a pod that is replaced loses them" in files["pipelines.yaml"]
+    assert {"name": "kept", **source} in pod["volumes"]
+    assert {"name": "kept", "mountPath": inside.KEPT_DIR} in pod["containers"][0]["volumeMounts"]
+    plain = "".join(render(parsed(with_stages("name: a")), target).values())
+    assert not [word for word in ("kept", "is replaced loses") if word in plain]
+
+
+def test_what_a_coordinator_keeps_has_a_named_volume_in_compose() -> None:
+    for target, stages in (("compose", "name: a"), ("compose-hosts", "name: a, host: 10.0.0.7")):
+        text = with_stages(stages) + KEEPS.replace("{", "{host: 10.0.0.1, ")
+        document = read_yaml(next(iter(render(parsed(text), target).values())))
+        assert f"coordinator-kept:{inside.KEPT_DIR}" in document["services"]["coordinator"]["volumes"], target
+        assert "coordinator-kept" in document["volumes"], target
+        inner = read_yaml(document["configs"]["pipeline"]["content"])["spec"]["coordinator"]
+        assert inner["responsesDir"] == f"{inside.KEPT_DIR}/responses"
+
+
 def test_parts_left_out_of_the_rendering_are_noted() -> None:
     own = parsed(with_stages("name: a, threads: 2, memoryGib: 4"))
     own = override(own, {"coordinator.chatTemplateFile": "chat.jinja"})

@@ -50,7 +50,8 @@ function show(state) {
   rows.show(state.pipelines, (pipeline) => pipeline.name);
   const models = new Set(state.pipelines.flatMap((pipeline) => pipeline.models)).size;
   const one = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
-  say(sum, `${one(models, "model")}, ${one(state.running, "running stream")}. A request's model chooses the pipeline; those of one model share its requests.`);
+  const awake = state.awake_max ? ` At most ${one(state.awake_max, "pipeline")} awake at once: a request wakes the one that it needs.` : "";
+  say(sum, `${one(models, "model")}, ${one(state.running, "running stream")}.${awake} A request's model chooses the pipeline; those of one model share its requests.`);
 }
 
 async function look() {

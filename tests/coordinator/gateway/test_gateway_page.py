@@ -30,6 +30,7 @@ async def test_a_person_finds_a_pipeline_and_comes_back(tokenizer: Tokenizer) ->
             ["a", "ready", "chat", "0 of 4 lanes"],
             ["b", "ready", "code", "0 of 4 lanes"],
         ]
+        assert "awake" not in await tab.value("document.querySelector('#sum').textContent")
         await served[0].kill()
         await tab.until("document.querySelector('tr.bad-row')?.cells[1].innerText.includes('dead')")
         assert (await tab.value(CELLS))[0][3] == "–", "nobody knows how many streams it has"
@@ -38,6 +39,16 @@ async def test_a_person_finds_a_pipeline_and_comes_back(tokenizer: Tokenizer) ->
         await tab.go(await tab.value(f"({PICK})('All pipelines').href"))
         await tab.until("location.pathname === '/' && document.querySelectorAll('th').length > 2")
         assert await tab.value(f"({PICK})('Chat').href.endsWith('/pipelines/a/#/chat')")
+
+
+async def test_the_page_says_how_many_may_be_awake(tokenizer: Tokenizer) -> None:
+    async with (
+        pipelines(tokenizer, "chat", "code", sleep=True) as served,
+        gateway(served, awake_max=1) as session,
+        browsing() as tab,
+    ):
+        await tab.go(str(session._base_url))
+        await tab.until("document.querySelector('#sum').textContent.includes('At most 1 pipeline awake at once')")
 
 
 async def test_the_page_asks_for_a_key_and_shows_the_rest_with_it(tokenizer: Tokenizer, tmp_path: Path) -> None:

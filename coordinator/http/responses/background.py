@@ -73,6 +73,10 @@ class Background:
         found = self._running.get(id)
         return found if isinstance(found, Waiting) else None
 
+    def ids(self) -> list[str]:
+        """Return those of all that wait or run."""
+        return [*self._running]
+
     def all_waiting(self) -> list[Waiting]:
         """Return those that wait to be asked for again."""
         return [each for each in self._running.values() if isinstance(each, Waiting)]

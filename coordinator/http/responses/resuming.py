@@ -3,7 +3,8 @@
 So it is a request like any other: for its key, in its line, with what the model has said before as a beginning.
 
 A response may be the reason why a coordinator crashed. So those that ran again in one that was killed or crashed come
-last and one by one, and after STARTS_MAX starts no more.
+last and one by one, see `in_turn`. The first of them with STARTS_MAX starts is not tried again; then the others are
+free of suspicion.
 """
 
 from __future__ import annotations
@@ -87,10 +88,9 @@ class Resuming:
             async with asyncio.TaskGroup() as group:  # a key whose line is full holds up no other
                 for own in of_key.values():
                     group.create_task(self._ask_all(session, own))
-            for each in waiting:
-                if each.n_starts:
-                    await self._ask_all(session, [each])
-                    await each.is_going.wait()
+            for each in in_turn([each for each in waiting if each.n_starts]):
+                await self._ask_all(session, [each])
+                await each.is_going.wait()
 
     async def _ask_all(self, session: aiohttp.ClientSession, waiting: Sequence[Waiting]) -> None:
         """Ask for responses of one key, one after the other."""
@@ -106,6 +106,7 @@ class Resuming:
         if waiting.n_starts >= STARTS_MAX - 1:
             text = f"the coordinator has ended {STARTS_MAX} times while it ran, so it is not tried again"
             self._background.fail(waiting, text)
+            await self._acquit()
             return
         try:
             waiting.sent, waiting.said = await self.keeper.read(waiting.id)
@@ -125,6 +126,12 @@ class Resuming:
                 await asyncio.sleep(LOOK_S)
         waiting.sent, waiting.said = None, ()
 
+    async def _acquit(self) -> None:
+        """The crashes have had their reason: what has not ended begins to be counted anew."""
+        for each in self._background.all_waiting():
+            each.n_starts = 0
+        await self.keeper.left(self._background.ids())
+
     async def _refusal(self, session: aiohttp.ClientSession, waiting: Waiting) -> str:
         """Ask once; returns why it is refused for good, empty if it is not."""
         headers = self._inside.headers(RESPONSE_HEADER, waiting.id)
@@ -133,3 +140,13 @@ class Resuming:
                 if reply.status not in (200, *_LATER):
                     return msgspec.json.decode(await reply.read(), type=ErrorBody).error.message
         return ""
+
+
+def in_turn(suspects: Sequence[Waiting]) -> list[Waiting]:
+    """Return them in the order in which they are tried: those with the fewest starts first.
+
+    Of those with as many starts it is the first one first and the last one first in turns. So what came before the one
+    that crashes, and ran beside it, comes behind it the next time: none has as many starts as that one.
+    """
+    turns = [(each.n_starts, at if each.n_starts % 2 else -at) for at, each in enumerate(suspects)]
+    return [suspects[abs(at)] for _, at in sorted(turns)]

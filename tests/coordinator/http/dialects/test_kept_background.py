@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
 import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from relayline.coordinator.http.edge.token_rate import TokenRate
 from relayline.coordinator.http.responses import resuming
 from relayline.coordinator.http.responses.orders import Order, OrderFiles, Sent
+from relayline.coordinator.http.responses.waiting import Waiting
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.observe.usage import Spent, UsageByKey
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
@@ -53,6 +55,14 @@ class Speaker(FakeGenerator):
                 yield self.gate
             if at >= len(request.said):
                 yield step
+
+
+@dataclasses.dataclass
+class Suspect:
+    """As much of `Waiting` as its turn is made of."""
+
+    at: int
+    n_starts: int
 
 
 def full(_handle: int) -> None:
@@ -389,6 +399,34 @@ async def test_what_has_been_tried_before_comes_one_by_one(tokenizer: Tokenizer,
         second.gate.opened.set()
         for each in begun:
             assert (await ended(client, each.id)).output_text == "hello"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_only_the_one_that_crashes_the_coordinator_fails(n: int) -> None:
+    """All are long: whatever was tried before the crash runs in it."""
+    for culprit in range(n):
+        starts, tried, n_crashes = [1] * n, set[int](), 0
+        while starts[culprit] < resuming.STARTS_MAX - 1:
+            for each in resuming.in_turn([cast(Waiting, Suspect(at, starts[at])) for at in range(n)]):
+                at = cast(Suspect, each).at
+                starts[at] += 1
+                tried.add(at)
+                if at == culprit:
+                    break
+            n_crashes += 1
+            assert n_crashes < 2 or len(tried) == n, "by the third start all have run again"
+        assert all(starts[at] < starts[culprit] for at in range(n) if at != culprit), (culprit, starts)
+
+
+async def test_when_the_reason_of_crashes_is_found_the_others_go_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    first, second = Speaker(n_free=0), Speaker()
+    async with serving_kept(tokenizer, tmp_path, first) as url, openai_client(url) as client:
+        begun = [await client.responses.create(model=MODEL, input="hi", background=True) for _ in range(2)]
+    for each in begun:
+        (tmp_path / "unfinished" / f"{each.id}.starts").write_bytes(b"." * (resuming.STARTS_MAX - 1))
+    async with serving_kept(tokenizer, tmp_path, second) as url, openai_client(url) as client:
+        found = [await ended(client, each.id) for each in begun]
+    assert sorted(each.status for each in found) == ["completed", "failed"]
 
 
 async def test_a_full_disk_refuses_what_cannot_be_promised(

@@ -106,10 +106,11 @@ class _Asked:
         """Return the first address at which the code is open, or why it is not."""
         refusal: RelaylineError | None = None
         silence: RelaylineError = UsageError("a pipeline nearby has no address")
-        for at in addresses:  # another pipeline may be at one of them
-            if time.monotonic() >= self._until_s:
+        for n_left, at in zip(range(len(addresses), 0, -1), addresses, strict=True):  # any may be another pipeline's
+            left_s = self._until_s - time.monotonic()
+            if left_s <= 0:
                 break
-            problem = self._problem(at)
+            problem = self._problem(at, left_s / n_left)  # a busy coordinator with one address has all the time
             if problem is None:
                 return at
             if isinstance(problem, StageLostError):
@@ -118,19 +119,18 @@ class _Asked:
                 refusal = refusal or problem
         return refusal or silence
 
-    def _problem(self, at: Coordinator) -> RelaylineError | None:
+    def _problem(self, at: Coordinator, wait_s: float) -> RelaylineError | None:
         with self._lock:
             is_first = at not in self._answers
             answer = self._answers.setdefault(at, concurrent.futures.Future())
         if is_first:
             try:
-                answer.set_result(self._ask(at))
+                answer.set_result(self._ask(at, wait_s))
             except BaseException as error:
                 answer.set_exception(error)  # whoever waits for it would wait for ever
         return answer.result()
 
-    def _ask(self, at: Coordinator) -> RelaylineError | None:
-        wait_s = min(bounds.NEARBY_ASK_S, self._until_s - time.monotonic())
+    def _ask(self, at: Coordinator, wait_s: float) -> RelaylineError | None:
         try:
             _call(at, f"{code_exchange.PATH}/{self._code.slot}", None, code_exchange.Slot, wait_s)
         except RelaylineError as error:

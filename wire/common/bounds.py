@@ -157,13 +157,11 @@ JOIN_CODE_BEGUN_MAX = 60  # exchanges within JOIN_CODE_BEGUN_S, since each takes
 JOIN_CODE_BEGUN_S = 60.0
 NEARBY_MAX = 64  # pipelines that a search of the local network returns
 NEARBY_ADDRESSES_MAX = 4  # of one pipeline, said and taken: a host asks one after the other
-NEARBY_ASK_S = 2.5  # for one address to say whether its pipeline has a code
-NEARBY_SEARCH_S = 10.0  # for all pipelines together to say so
+NEARBY_SEARCH_S = 10.0  # for all pipelines together to say whether they have a code; addresses of one share it
 NEARBY_TEXT_BYTES_MAX = 120  # of a name in an announcement
 NEARBY_CLOSE_S = 5.0  # for an announcement to be taken back
 CLOCK_SKEW_MAX_S = 1_800.0  # between a host's clock and the coordinator's; certificates are dated back by an hour
 
-assert NEARBY_ADDRESSES_MAX * NEARBY_ASK_S <= NEARBY_SEARCH_S
 assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
 assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
 assert ENVELOPE_BYTES_MAX < 2**31  # protobuf counts the bytes of a message in 32 bits, signed

@@ -611,6 +611,24 @@ async def test_an_announcement_that_is_repeated_is_no_second_holder(
         await asyncio.to_thread(holder_of, code, [("copy", [dead]), ("lan", [dead])])
 
 
+def test_the_addresses_of_a_pipeline_share_the_time_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator on a busy host may take some seconds: where it has one address, nothing else waits for that."""
+    waits: dict[int, float] = {}
+
+    def noted(to: Coordinator, path: str, body: bytes | None, kind: type[msgspec.Struct], timeout_s: float) -> None:
+        waits[to.port] = timeout_s
+        if to.port < 5:
+            raise StageLostError("it has not answered")
+
+    monkeypatch.setattr(by_code, "_call", noted)
+    several = [Coordinator("127.0.0.1", port) for port in (1, 2, 3, 4)]
+    alone = Coordinator("127.0.0.1", 5)
+    assert holder_of(JoinCode(7, "123456"), [("lan", several), ("other", [alone])]) == alone
+    whole_s = pytest.approx(bounds.NEARBY_SEARCH_S, rel=0.5)
+    assert [waits[port] * (5 - port) for port in (1, 2, 3, 4)] == [whole_s] * 4
+    assert waits[5] == whole_s
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 16000\r\n\r\n"])
 async def test_who_answers_byte_by_byte_holds_up_no_one(

@@ -23,6 +23,7 @@ from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.adapters import read_adapter
 from tests.support.tiny_models import RECIPES, make_tiny
 
+N_LAYERS_MAX = 10  # only deepseek2:lite has more, and 27 take fourteen seconds of a core
 TOKENS = [token % 100 + 3 for token in range(160)]  # more than one window, pool and compressed cell of 128
 # Those of the table, and some that are not in it.
 FAMILIES = sorted(
@@ -78,7 +79,7 @@ def test_what_changes_nothing_is_refused_and_what_changes_something_is_not(famil
     names = [
         name
         for name, tensor in open_model(model).tensors.items()
-        if name.endswith(".weight") and len(tensor.dims) > 1 and _layer(name) < facts.n_layers
+        if name.endswith(".weight") and len(tensor.dims) > 1 and _layer(name) < min(facts.n_layers, N_LAYERS_MAX)
         if not name.endswith("_norm.weight")  # neither we nor llama.cpp read those
         if "ssm_conv1d_" not in name  # of four dimensions: no pair of matrices fits
     ]

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import aiohttp
@@ -34,8 +34,9 @@ from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import NotReadyError, OverloadedError, StageLostError
 from relayline.wire.common.process import OPEN_FILES_MAX
 from tests.support.http_support import CREATED, MODEL, FakeGenerator, Gate, Served, serving, tokens
+from tests.support.polling import pause
 
-SHORT = {"head_timeout_s": 0.3, "idle_timeout_s": 0.9, "body_stall_s": 0.3, "linger_s": 0.2, "close_timeout_s": 0.3}
+FOR_EVER_S = 1e9
 PROMPT = json.dumps({"prompt": "x", "max_tokens": 5}).encode()
 
 
@@ -355,24 +356,52 @@ async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_even
     ],
 )
 async def test_connections_end_that_bring_no_whole_request(
-    tokenizer: Tokenizer, sent: bytes, status: int | None
+    tokenizer: Tokenizer, sent: bytes, status: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tokenizer, **SHORT) as served:
-        received = await answer_to(served, sent)
+    async with serving(tokenizer, linger_s=FOR_EVER_S) as served, connected(served) as (reader, writer):
+        writer.write(sent)
+        await is_read(served)
+        received = await Clock(monkeypatch).passes_until(until_end(reader))
     assert (error_of(received)[0] if received else None) == status
 
 
-async def test_a_connection_ends_some_time_after_its_last_request(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer, **SHORT) as served, connected(served) as (reader, writer):
+async def test_a_connection_ends_some_time_after_its_last_request(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    async with serving(tokenizer) as served, connected(served) as (reader, writer):
         for _ in range(2):
             writer.write(head("/live", method="GET"))
             assert (await one(reader))[0] == 200
-        assert await reader.read() == b""
-    async with serving(tokenizer, **SHORT) as served, connected(served) as (reader, writer):
+        assert await clock.passes_until(reader.read()) == b""
+    async with serving(tokenizer, linger_s=FOR_EVER_S) as served, connected(served) as (reader, writer):
         writer.write(head("/live", method="GET"))
         assert (await one(reader))[0] == 200
         writer.write(b"GET /live HTTP/1.1\r\nHo")
-        assert error_of(await until_end(reader))[0] == 408
+        await is_read(served)
+        assert error_of(await clock.passes_until(until_end(reader)))[0] == 408
+
+
+class Clock:
+    """The event loop's clock, which a test puts forward: a slow host is never late for what comes before that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        self._time, self._ahead_s = loop.time, 0.0
+        monkeypatch.setattr(loop, "time", lambda: self._time() + self._ahead_s)
+
+    async def passes_until(self, awaited: Coroutine[Any, Any, bytes]) -> bytes:
+        """Return what is awaited, which some timer brings about, or several."""
+        task = asyncio.create_task(awaited)
+        while not task.done():
+            self._ahead_s += 5.0
+            await pause()
+        return task.result()
+
+
+async def is_read(served: Served) -> None:
+    """Return when the server has read what was sent to it before."""
+    assert await answer_to(served, head("/live", "Connection: close", method="GET"))
 
 
 async def test_a_trickled_body_has_a_slowest_rate(tokenizer: Tokenizer) -> None:

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 KEY = "a-key-for-the-browser"
+MANY: dict[str, Any] = {"prompt": ["def f("] * 8, "n": 16}  # longer than a busy browser takes to cancel it
 SURE = "document.querySelector('#sure').open"
 BUTTON = "[...document.querySelectorAll('td.act button')].find((b) => b.getAttribute('aria-label') === {!r})"
 ROWS = """[...document.querySelectorAll('main .change tbody tr')].map((row) =>
@@ -203,7 +204,7 @@ async def _moves(tab: Tab, session: aiohttp.ClientSession) -> None:
 
 async def _cancels(tab: Tab, session: aiohttp.ClientSession) -> None:
     await tab.value("location.hash = '#/requests'")
-    async with _stream(session, n=16) as reading:  # which takes some seconds
+    async with _stream(session, **MANY) as reading:
         running = "document.querySelector('td.act button[aria-label^=Cancel]:not([hidden])')"
         await tab.until(f"Boolean({running})")
         await tab.value(f"{running}.click()")
@@ -227,7 +228,7 @@ async def _does_the_same_in_a_terminal(pipeline: Pipeline, session: aiohttp.Clie
     )  # fmt: skip
     status, text = await cli("trace-level", "--for", "5")
     assert (status, "give a LEVEL" in text) == (2, True)
-    async with _stream(session, n=16) as reading:
+    async with _stream(session, **MANY) as reading:
         status, text = await cli("cancel", "the-stream")
         assert (status, text.endswith(" is cancelled")) == (0, True)
         assert (await reading)[-1]["error"]["code"] == "request_cancelled"

@@ -53,6 +53,9 @@ async def test_a_killed_coordinator_goes_on_with_what_it_has_promised(tmp_path: 
             )
             while (await client.responses.retrieve(whole.id)).status != "incomplete":
                 await pause()
+            async with asyncio.timeout(WAIT_S):
+                while not [*(kept / "stored").glob(first.id)]:
+                    await pause()
             stream = await client.responses.create(
                 model=model,
                 input="Write a long text.",
@@ -65,12 +68,9 @@ async def test_a_killed_coordinator_goes_on_with_what_it_has_promised(tmp_path: 
             async for event in stream:
                 seen.append(event)
                 if sum(each.type == "response.output_text.delta" for each in seen) == 5:
+                    kill_coordinator(state)  # at once: the answer would end while a busy client does something else
                     break
             id = seen[0].response.id
-            async with asyncio.timeout(WAIT_S):
-                while not [*(kept / "stored").glob(first.id)]:
-                    await pause()
-            kill_coordinator(state)
             await stream.close()
             assert (await again(client, id)).status == "in_progress"
             last = seen[-1].sequence_number

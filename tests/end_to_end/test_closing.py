@@ -165,7 +165,7 @@ async def test_a_stage_closes_to_its_end_when_it_is_cancelled_meanwhile(
     task.cancel()
     await asyncio.sleep(0)
     may_close.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await asyncio.wait({task})
     assert task.cancelled()
     assert not [thread for thread in threading.enumerate() if thread.name == "decode"], "its decode thread has ended"

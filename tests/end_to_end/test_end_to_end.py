@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_frees_its_lane(served: Running) -> None:
         body = client.body("def f(", stream=True, max_tokens=480)
         async with session.post(f"{client.url}/v1/completions", json=body) as response:
             await response.content.readline()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while any(stage["lanes_used"] for stage in (await client.pipeline())["stages"]):
                 await pause()
 

@@ -41,7 +41,7 @@ from tests.support.polling import pause
 FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
 SEEDED = SamplingParams(temperature=0.8, top_k=20, seed=11)
 LOGPROBS = SamplingParams(temperature=0.0, n_logprobs=2)
-N_STEPS, N_TOKENS, WAIT_S = 8, 60, 20
+N_STEPS, N_TOKENS, WAIT_S = 8, 60, 60
 
 
 @asynccontextmanager

@@ -221,7 +221,7 @@ async def test_a_lost_stage_and_a_lost_link_are_pauses(model: Model) -> None:
 
 
 async def _until_running(client: Chats) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not any(slot.n_generated for slot in client.running.pipeline.slots()):
             await client.running.pipeline.describe()
 

@@ -50,7 +50,7 @@ def replays(running: Fleet) -> float | None:
 async def until_kept(running: Fleet, n_lanes: int) -> None:
     """Wait until every stage keeps this number of lanes and nothing runs: closes are under way at the last token."""
     await running.until_free()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while set(await running.lanes_kept()) != {n_lanes}:
             pass
 
@@ -144,7 +144,7 @@ async def test_kept_prefixes_end_with_the_epoch(artifacts: Artifacts, whole: Ref
         await until_kept(running, 1)
         await running.lose(1)
         await running.start(1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await running.pipeline.ready.wait()
         longer = (*prompt, *first, 5, 6)
         tokens = await tokens_of(running.pipeline.open(request(longer, 10)))
@@ -231,7 +231,7 @@ async def test_another_stream_reads_the_prompt_where_the_first_leaves(
     prompts = [(*system, index, *prompt_of(40 + index, 3)) for index in range(5)]
     async with fleet(artifacts([1, 3]), prefix_lanes=None, kv_layout=kv_layout, mode="fixed") as running:
         streams = [running.pipeline.open(request(prompt, 6)) for prompt in prompts]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await rows_of(running))[0] < n_read:
                 pass
         await streams[0].aclose()
@@ -250,7 +250,7 @@ async def test_a_loss_while_streams_wait_for_a_prefix_that_others_read(
     prompts = [(*system, index, *prompt_of(50 + index, 3)) for index in range(5)]
     async with fleet(artifacts([1, 3]), prefix_lanes=None, mode="fixed") as running:
         streams = [running.pipeline.open(request(prompt, 6)) for prompt in prompts]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await rows_of(running))[1] < 20:
                 pass
         await running.lose(1)

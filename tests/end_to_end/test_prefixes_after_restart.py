@@ -41,13 +41,13 @@ async def another_coordinator(running: Fleet) -> AsyncIterator[Pipeline]:
     run = asyncio.create_task(pipeline.run(stopping))
     ready = asyncio.create_task(pipeline.ready.wait())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await first_of(ready, run)
         yield pipeline
     finally:
         ready.cancel()
         stopping.set()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             await run
 
 
@@ -57,7 +57,7 @@ async def first_turns(running: Fleet) -> list[tuple[int, ...]]:
     for prompt in (*prompts, prompt_of(90, N_PROMPT)):  # after the last one, no kept lane has a chat's prefix
         await tokens_of(running.pipeline.open(request(prompt, N_TOKENS)))
         await running.until_free()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(len(held) < N_CHATS for held in await notes_and_states(running)):
             await pause()
     return [(*prompt, *prompt_of(30 + chat, N_TOKENS + 3)) for chat, prompt in enumerate(prompts)]
@@ -106,7 +106,7 @@ async def test_what_was_in_kept_lanes_comes_back_too(artifacts: Artifacts, whole
                 await running.until_free()
             assert gone.conductor.prefixes.figures()["lanes"] == N_CHATS
             assert gone.conductor.prefixes.tier.figures()["stored"] == 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any(len(held) < N_CHATS for held in await notes_and_states(running)):
                 await pause()
         async with another_coordinator(running) as later:
@@ -124,7 +124,7 @@ async def test_a_kept_lane_that_another_coordinators_stream_takes_is_stored(
         async with another_coordinator(running) as other:
             both = [other.open(request(prompt_of(seed, 40), 3)) for seed in (7, 8)]
             await asyncio.gather(*map(tokens_of, both))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not all([(await stage.describe()).stored for stage in running.pipeline.stages]):
                     await pause()
         async with another_coordinator(running) as later:
@@ -187,7 +187,7 @@ async def test_a_description_before_kept_lanes_are_stored_costs_no_prefix(
         with monkeypatch.context() as late:
             late.setattr(Epochs, "upstream_left", lambda self, route: None)
             await running.cut(0)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await running.pipeline.ready.wait()
         middle = (*prompt[: N_PROMPT - 5], *prompt_of(50, 30))
         assert await copied(running.pipeline, middle, whole) == N_PROMPT - 5, "its tokens are known, not marks alone"

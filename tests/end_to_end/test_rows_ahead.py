@@ -26,7 +26,7 @@ from tests.support.fleet import (
     whole_fixture,
 )
 
-WAIT_S = 20
+WAIT_S = 60
 FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
 SEEDED = SamplingParams(temperature=0.8, top_k=20, seed=11)
 PENALISED = SamplingParams(temperature=0.0, frequency_penalty=0.7)

@@ -191,7 +191,7 @@ async def test_prefixes_of_other_window_cells_are_not_taken(
         await running.stop(1)
         for index in range(N_STAGES):
             await running.start(index)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await running.pipeline.ready.wait()
         for n_common in (300, 200):
             asked = (*prompts[0][:n_common], *prompt_of(50 + n_common, 20))

@@ -300,7 +300,7 @@ async def _running(
     finally:
         ready.cancel()
         stopping.set()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             try:
                 await run
             finally:  # a server that outlives its event loop takes the process with it

@@ -24,7 +24,7 @@ from relayline.wire.common.phase import Phase
 
 MODEL = "org/tiny"
 CREATED = 1_790_000_000
-WAIT_S = 20  # a test that waits longer for an event has failed
+WAIT_S = 60  # a test that waits longer for an event has failed
 
 
 class Gate:

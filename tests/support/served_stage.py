@@ -171,12 +171,12 @@ class Coordinator:
 
     async def reply(self) -> pb.ReturnResponse:
         """The next message of the return stream."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await self.returned.get()
 
     async def refusal(self) -> RelaylineError:
         """The typed error with which the stage ends the upstream link."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             try:
                 while isinstance(await self.call.read(), bytes):
                     pass

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 from relayline.wire.telemetry.telemetry import Role, Telemetry
 
-FLUSH_TIMEOUT_S = 20.0
+FLUSH_TIMEOUT_S = 60.0
 
 
 class Kept:

@@ -99,6 +99,6 @@ def counted_steps(stage: StageUnderTest) -> asyncio.Queue[None]:
 
 
 async def counted(steps: asyncio.Queue[None], n_steps: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for _ in range(n_steps):
             await steps.get()

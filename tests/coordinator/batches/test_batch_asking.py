@@ -218,7 +218,7 @@ async def test_an_end_of_the_run_leaves_no_request_behind() -> None:
         server.wanted = 2
         server.is_held = True
         running = asyncio.create_task(run(server, "a", "b"))
-        await asyncio.wait_for(server.full.wait(), 20)
+        await asyncio.wait_for(server.full.wait(), 60)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running

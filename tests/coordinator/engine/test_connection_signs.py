@@ -16,7 +16,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import WIDTH, pipeline_file
 from tests.support.served_stage import served
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 async def opened(addresses: list[str], heard: Any) -> None:

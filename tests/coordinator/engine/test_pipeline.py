@@ -116,7 +116,7 @@ async def test_a_cancelled_stream_frees_its_lane_and_the_others_go_on(
     prompt = prompt_of(1, 20)
     async with fleet(artifacts([2])) as running:
         gone, stays = (running.pipeline.open(request(prompt, 200)) for _ in range(2))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await anext(gone)
             await anext(stays)
         await gone.aclose()
@@ -154,12 +154,12 @@ async def second_coordinator(running: Fleet) -> AsyncIterator[Pipeline]:
     stopping = asyncio.Event()
     run = asyncio.create_task(other.run(stopping))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await other.ready.wait()
         yield other
     finally:
         stopping.set()
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(60):
             await run
 
 
@@ -294,7 +294,7 @@ async def start_only(paths: Sequence[Path], more: Sequence[str] = ()) -> None:
         addresses = (*stages.addresses, *more)
         file = pipeline_file(len(addresses), pipeline_id="tiny", n_embd=SHAPE.n_embd)
         pipeline = Pipeline(PipelineConfig(addresses, DTYPE_F32, start_timeout_s=0.0), file, lambda _: False)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await pipeline.run(asyncio.Event())
     finally:
         await stages.stop_all()
@@ -306,7 +306,7 @@ async def test_draining_lets_requests_end_and_takes_no_new_ones(artifacts: Artif
         await read(stream, 1)
         drain = asyncio.create_task(running.pipeline.epochs.drain(running.pipeline._idle))
         rest = await tokens_of(stream)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await drain
         assert len(rest) == 29
         with pytest.raises(NotReadyError, match="draining"):

@@ -16,7 +16,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, RelaylineError, StageLostError, StartError
 from relayline.wire.envelopes.dtypes import DTYPE_F16
 
-WAIT_S = 20
+WAIT_S = 60
 CONNECTED: Any = object()
 
 

@@ -124,7 +124,7 @@ async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
     refreshing = asyncio.create_task(
         refresh_costs(Learning({1, 2, 4}), ["somebody"], lambda *change: seen.put_nowait(change))  # type: ignore[arg-type]
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for n_looks in (3, 5):
             (cost,), held = await seen.get()
             assert cost.decode_ns(1) == n_looks + HOST_STEP_NS
@@ -146,7 +146,7 @@ async def test_hold_times_count_only_if_all_stages_report_them(monkeypatch: pyte
     refreshing = asyncio.create_task(
         refresh_costs(answers, ["somebody"], lambda _, held: seen.put_nowait(held))  # type: ignore[arg-type]
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await seen.get() == []
     refreshing.cancel()
     with pytest.raises(asyncio.CancelledError):

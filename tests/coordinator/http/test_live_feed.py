@@ -71,7 +71,7 @@ async def test_a_stage_that_is_lost_and_comes_back(artifacts: Artifacts, monkeyp
         assert lost["state"]["loss"]["stage"] == 1
         assert lost["state"]["phase"] == "recovering"
         await running.start(1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await pipeline.ready.wait()
         await run(running)
         back = await look(feed, lost["look"])

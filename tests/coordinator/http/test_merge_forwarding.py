@@ -116,7 +116,7 @@ async def test_what_comes_while_ready_events_are_taken_is_passed_on_too() -> Non
 
     async with Merge([stream_of(audience)], backlog_events_max=4) as merge:
         audience.put(event(1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await merge.pass_on(take, None)
     assert found == [1, 2]
 

@@ -32,7 +32,7 @@ from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.table import EngineSettings
 from tests.support.join_support import JoinPort, content, join_port
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 @pytest_asyncio.fixture

@@ -24,7 +24,7 @@ from tests.coordinator.engine.test_conductor import FACTS
 from tests.coordinator.engine.test_reconnect import joined, serve
 from tests.support.polling import pause
 
-WAIT_S = 20
+WAIT_S = 60
 NAMES = ("a", "b")
 
 

@@ -27,7 +27,7 @@ from tests.support.identities import make_identities, security_of
 from tests.support.polling import pause
 from tests.support.relays import RelayUnderTest, echo, running_relay, serving
 
-WAIT_S = 30
+WAIT_S = 60
 LOCAL = "127.0.0.1"
 
 

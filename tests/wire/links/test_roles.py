@@ -28,7 +28,7 @@ from relayline.deploy.testing import paths
 from relayline.stage.joining.client import Member, introduction
 from relayline.stage.service import handlers
 from relayline.wire.common.errors import RelaylineError, StageLostError, UnauthenticatedError, UsageError
-from relayline.wire.links import role_tokens, rpc
+from relayline.wire.links import role_tokens, rpc, tls_probe
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.revocation import IS_REVOKED, Revocations
@@ -63,6 +63,14 @@ JOIN_METHODS = sorted(method for method in CALLS if "PipelineService" in method)
 @pytest.fixture(scope="module")
 def ids(tmp_path_factory: pytest.TempPathFactory) -> Identities:
     return make_identities(tmp_path_factory.mktemp("identities"))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine either end may be slow to answer the other; a stage tries again, and these tests do not."""
+    for name in ("CONNECT_TIMEOUT_S", "HANDSHAKE_TIMEOUT_S"):
+        monkeypatch.setattr(tls_probe, name, WAIT_S)
+    monkeypatch.setattr("relayline.stage.joining.client.GOODBYE_TIMEOUT_S", WAIT_S)
 
 
 def services_of_the_contract() -> list[Any]:

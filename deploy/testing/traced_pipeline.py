@@ -61,11 +61,10 @@ def traced_pipeline(
     """
     split_model(DEMO, directory, n_stages=n_stages)
     file = load_pipeline(directory)
-    # Spans come soon after their end instead of once a second; this only makes tests quicker.
-    with (
-        contextlib.ExitStack() as stack,
-        mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50", **environment}),
-    ):
+    # Spans come soon after their end instead of once a second; this only makes tests quicker. A receiver in the
+    # process of a busy test may take long.
+    usual = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_EXPORTER_OTLP_TIMEOUT": "100"}
+    with contextlib.ExitStack() as stack, mock.patch.dict(os.environ, usual | environment):
         processes: list[Running] = []
         for stage in file.stages:
             arguments = ["stage", "--artifact", directory / stage.file, "--listen", "127.0.0.1:0", "--json",

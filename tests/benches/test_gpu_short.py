@@ -96,7 +96,7 @@ def test_libraries_that_were_built_do_where_the_binding_has_none(tmp_path: Path)
 
     def run(*more: str) -> argparse.Namespace:
         done = subprocess.run(
-            [*command, *more], env=environment, capture_output=True, text=True, timeout=80, check=False
+            [*command, *more], env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         return argparse.Namespace(code=done.returncode, out=done.stdout, errors=done.stderr)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from relayline.deploy.testing.otlp_receiver import Mode, Receiver, StoredSpan, d
 from relayline.deploy.testing.trace_rebuild import is_batch, rebuild
 from relayline.deploy.testing.traced_pipeline import PROMPTS, Traced, ask, ask_all, text_of, traced_pipeline
 from relayline.wire.telemetry import names
+from relayline.wire.telemetry.export import COMPLAIN_EVERY_S
 from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes, started many times
@@ -56,6 +58,7 @@ def misbehaving(kind: str) -> Iterator[tuple[str, Receiver | None]]:
     ],
 )
 def test_a_bad_collector_changes_nothing_but_a_counter(kind: str, tmp_path: Path) -> None:
+    begun_s = time.monotonic()
     with misbehaving(kind) as (endpoint, receiver):
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint} | HASTY
         with traced_pipeline(tmp_path / "split", environment, n_stages=2, level="frames") as traced:
@@ -77,7 +80,8 @@ def test_a_bad_collector_changes_nothing_but_a_counter(kind: str, tmp_path: Path
             assert receiver.spans == []
         for process in traced.processes:
             complaints = [line for line in process.lines if "telemetry:" in line]
-            assert len(complaints) <= 2, complaints  # a line now and then, not one per attempt
+            n_max = 2 + (time.monotonic() - begun_s) // COMPLAIN_EVERY_S
+            assert len(complaints) <= n_max, complaints  # a line now and then, not one per attempt
             assert "Traceback" not in process.stderr
 
 
@@ -118,6 +122,7 @@ def test_links_survive_beyond_the_sdks_default(tmp_path: Path) -> None:
                         task.result()  # raises the exceptions of clients or the receiver
 
             asyncio.run(use())
+            receiver.wait_for(has_many_sessions)  # a busy process has no time for them at its end
             assert all(count == 0 for count in asyncio.run(dropped(traced)))
         found = rebuild(receiver.spans)  # whole: processes hand over their last spans when they stop
         assert len(found.sessions) > SDK_LINKS_DEFAULT
@@ -125,6 +130,10 @@ def test_links_survive_beyond_the_sdks_default(tmp_path: Path) -> None:
             assert len(batch.requests) == len(batch.members)
             assert batch.span.n_dropped_links == 0
         assert max(len(batch.requests) for batch in found.batches.values()) > SDK_LINKS_DEFAULT
+
+
+def has_many_sessions(spans: Sequence[StoredSpan]) -> bool:
+    return sum(span.name == names.SPAN_DECODE for span in spans) > SDK_LINKS_DEFAULT
 
 
 def holds_a_wide_batch(spans: Sequence[StoredSpan]) -> bool:

@@ -17,8 +17,9 @@ ELSEWHERE = "127.0.0.77"  # an address of this machine where nothing listens
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 1.0)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is there answers, however busy the host is. A closed port refuses at once."""
+    monkeypatch.setattr(module, "LOOK_S", 60.0)
 
 
 async def test_a_stage_of_this_host_is_where_it_says() -> None:
@@ -83,7 +84,8 @@ async def test_a_stage_that_cannot_be_found_gets_a_remedy() -> None:
     assert "start it again with --advertise HOST and --listen HOST:PORT" in line
 
 
-async def test_an_address_that_swallows_everything_takes_no_longer_than_a_look() -> None:
+async def test_an_address_that_swallows_everything_takes_no_longer_than_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.2)
     with socket.socket() as deaf:  # accepts nothing and answers nothing
         deaf.bind((ELSEWHERE, 0))
         deaf.listen()

@@ -27,10 +27,11 @@ async def serving_kept(
     *,
     keys: Path | None = None,
     model_id: str = MODEL,
+    template: str = CHATML,
 ) -> AsyncIterator[str]:
     """Serve on a free loopback port until the block ends, as a coordinator does that is asked to; gives its URL."""
     generator = generator or FakeGenerator()
-    chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
+    chat = ChatTemplate(template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     app = make_app(generator, ServedModel(model_id, CREATED, tokenizer, chat), HttpLimits())
     stopping = asyncio.Event()
     listener, kept = HttpListener(port=0, api_keys_file=keys), ServingSettings(responses_dir=str(directory))

@@ -122,7 +122,7 @@ async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
     n_vocab = len(TOKENS)
     settings = {"ctx_tokens": model.ctx_tokens, **settings}
     async with fleet(model.paths, file=model.file, n_vocab=n_vocab, **settings) as running:
-        served = ServedModel("tiny", 1, tokenizer, template, _Borrowed(model.encoder))
+        served = ServedModel("tiny", 1, tokenizer, template, Borrowed(model.encoder))
         app = make_app(running.pipeline, served)
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
@@ -133,7 +133,7 @@ async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
             tokenizer.close()
 
 
-class _Borrowed(Encoder):
+class Borrowed(Encoder):
     """The module's encoder, which keeps running when an application ends."""
 
     def __init__(self, encoder: Encoder) -> None:

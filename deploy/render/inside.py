@@ -31,7 +31,7 @@ MODELS_DIR = "/models"
 AUTHORITY_DIR = "/etc/relayline/authority"
 STATE_DIR = "/var/lib/relayline"  # XDG_CACHE_HOME of the image: models from the hub, splits, artifacts, cost curves
 KEPT_DIR = "/var/lib/relayline-kept"  # responses and batches of the coordinator's clients, in a volume of their own
-KEPT_MARGIN_GIB = 1.0  # of that volume, beside batches' files: responses have at most about 0.5 GiB
+KEPT_MARGIN_GIB = 1.0  # of that volume, beside batches' files: for responses, see wire/common/bounds.py
 CREDENTIAL_FILES = ("ca.pem", "cert.pem", "key.pem", "token")  # of a process with TLS; without, the last alone
 
 COORDINATOR_GRACE_S = 60  # drain, and time to tell the stages

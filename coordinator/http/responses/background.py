@@ -164,8 +164,8 @@ class Background:
 
     def fail(self, waiting: Waiting, message: str) -> None:
         """End one that cannot be asked for again."""
-        log.warning("the background response %s cannot go on: %s", waiting.id, message)
-        if self._running.get(waiting.id) is waiting:
+        if self._running.get(waiting.id) is waiting:  # it was not cancelled meanwhile
+            log.warning("the background response %s cannot go on: %s", waiting.id, message)
             self._keep(waiting, waiting.fail(message))
 
     async def leave(self) -> None:

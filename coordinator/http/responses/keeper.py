@@ -21,10 +21,12 @@ from relayline.coordinator.http.responses.directory import ResponseDirectory
 from relayline.coordinator.http.responses.orders import Order, Sent
 from relayline.coordinator.http.responses.store import Stored
 from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX
 
 log = logging.getLogger("relayline.http")
 
-WRITES_WAITING_MAX = 256  # of a disk that is slow: further responses are in memory only
+# Of responses that wait for a slow disk: further ones are in memory only. A disk that hangs holds no more memory.
+WRITES_WAITING_MAX, WRITES_WAITING_BYTES_MAX = 256, 2 * STORED_RESPONSES_BYTES_MAX
 
 DISK_PAUSE_S = 5.0
 
@@ -39,7 +41,7 @@ class ResponseKeeper:
         self._files = ThreadPoolExecutor(1, "responses")
         self._said = ThreadPoolExecutor(1, "responses-said")
         self._reads = ThreadPoolExecutor(1, "responses-read")
-        self._n_waiting = 0
+        self._n_waiting = self._bytes_waiting = 0
         self._is_failing = False
         self._broken: set[str] = set()  # background responses whose files have a gap
         self._loop = asyncio.get_running_loop()
@@ -47,8 +49,9 @@ class ResponseKeeper:
     def put(self, stored: Stored) -> None:
         """Write a response soon."""
         self._broken.discard(stored.id)
-        if self._n_waiting < WRITES_WAITING_MAX:
-            self._later(self.directory.put, stored, writes=True)
+        n_bytes = stored.n_bytes
+        if self._n_waiting < WRITES_WAITING_MAX and self._bytes_waiting + n_bytes <= WRITES_WAITING_BYTES_MAX:
+            self._later(self.directory.put, stored, n_bytes=n_bytes)
         else:
             self._note("the disk is slow")
 
@@ -136,18 +139,20 @@ class ResponseKeeper:
             threads.shutdown()
         self.directory.close()
 
-    def _later(self, function: Callable[..., None], *arguments: object, writes: bool = False) -> None:
+    def _later(self, function: Callable[..., None], *arguments: object, n_bytes: int = 0) -> None:
         self._n_waiting += 1
+        self._bytes_waiting += n_bytes
         self._files.submit(function, *arguments).add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._done, done, writes)
+            lambda done: self._loop.call_soon_threadsafe(self._done, done, n_bytes)
         )
 
-    def _done(self, done: Future[None], writes: bool) -> None:
+    def _done(self, done: Future[None], n_bytes: int) -> None:
         self._n_waiting -= 1
+        self._bytes_waiting -= n_bytes
         error = done.exception()
         if error is not None:
             self._note(getattr(error, "strerror", None) or str(error))
-        elif writes:  # a file can be removed from a full disk, too
+        elif n_bytes:  # a file can be removed from a full disk, too
             self._note("")
 
     def _note(self, fault: str) -> None:

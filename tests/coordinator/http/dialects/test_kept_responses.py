@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from pathlib import Path
 
 import openai
 import pytest
 
+from relayline.coordinator.http.responses import keeper as keepers
 from relayline.coordinator.http.responses.directory import ResponseDirectory
 from relayline.coordinator.http.responses.keeper import ResponseKeeper
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
@@ -127,6 +129,26 @@ async def test_what_cannot_be_deleted_from_the_disk_is_still_there(
         await client.responses.delete(found.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(found.id)
+
+
+async def test_a_disk_that_hangs_holds_no_more_than_some_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers, put = threading.Event(), ResponseDirectory.put
+
+    def hung_put(directory: ResponseDirectory, stored: Stored) -> None:
+        answers.wait()
+        put(directory, stored)
+
+    monkeypatch.setattr(ResponseDirectory, "put", hung_put)
+    monkeypatch.setattr(keepers, "WRITES_WAITING_BYTES_MAX", 25)
+    keeper = ResponseKeeper(ResponseDirectory(tmp_path))
+    for number in range(3):
+        keeper.put(Stored(f"resp_{number:048x}", "", b"{" + b" " * 8 + b"}", [], [], None))
+    assert "are in memory only: the disk is slow" in caplog.text
+    answers.set()
+    await keeper.close()
+    assert len([*(tmp_path / "stored").iterdir()]) == 2
 
 
 async def test_a_response_that_is_not_stored_is_not_written(tokenizer: Tokenizer, tmp_path: Path) -> None:

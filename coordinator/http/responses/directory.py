@@ -16,13 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from relayline.coordinator.http.responses.kept_files import VERSION, read_all, remove_torn
+from relayline.coordinator.http.responses.kept_files import VERSION, in_pieces, read_all, remove_torn, write
 from relayline.coordinator.http.responses.orders import OrderFiles, Unfinished
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import Stored
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, STORED_RESPONSES_MAX
-from relayline.wire.common.files import write_file
-from relayline.wire.common.own_directory import OWN_FILE_MODE, OwnDirectory
+from relayline.wire.common.own_directory import OwnDirectory
 
 STORED, UNFINISHED = "stored", "unfinished"
 
@@ -82,7 +81,7 @@ class ResponseDirectory:
             events=events,
             n_dropped=n_dropped,
         )
-        write_file(self.path / STORED / stored.id, msgspec.msgpack.encode(file), OWN_FILE_MODE)
+        write(self.path / STORED / stored.id, in_pieces(file))
         if stored.is_background:
             self.orders.finished(stored.id)
 

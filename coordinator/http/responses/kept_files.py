@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX
+from relayline.wire.common.files import replaced
+from relayline.wire.common.own_directory import OWN_FILE_MODE
 
 log = logging.getLogger("relayline.http")
 
 VERSION = 1  # of the files; those of another one are left out
 FILE_BYTES_MAX = STORED_RESPONSES_BYTES_MAX + (1 << 20)  # of one, with what surrounds its contents
+LONG_BYTES = 256 * 1024  # copied in some 0.1 ms
 _ID = re.compile(r"resp_[0-9a-f]{48}")
 _PARTIAL = re.compile(r"\.resp_[0-9a-f]{48}\.[0-9a-f]{8}")
 
@@ -80,6 +83,43 @@ def read(path: Path, kind: type[T]) -> T:
     if head.id != path.name:
         raise _BadFileError("it is not named after what it holds")
     return msgspec.msgpack.decode(data, type=kind)
+
+
+def in_pieces(found: object) -> Iterator[bytes]:
+    """Yield something as msgpack, long byte strings as they are.
+
+    A copy of all of it holds the interpreter, and so every token, for as long as it takes: 0.1 s for images of 20 MB.
+    """
+    if not _has_long(found):
+        yield msgspec.msgpack.encode(found)
+    elif isinstance(found, bytes):
+        yield b"\xc6" + len(found).to_bytes(4)
+        yield found
+    elif isinstance(found, msgspec.Struct):
+        yield b"\xde" + len(found.__struct_fields__).to_bytes(2)
+        for name in found.__struct_fields__:
+            yield msgspec.msgpack.encode(name)
+            yield from in_pieces(getattr(found, name))
+    else:
+        assert isinstance(found, list | tuple)
+        yield b"\xdd" + len(found).to_bytes(4)
+        for each in found:
+            yield from in_pieces(each)
+
+
+def _has_long(found: object) -> bool:
+    if isinstance(found, bytes):
+        return len(found) >= LONG_BYTES
+    if isinstance(found, msgspec.Struct):
+        return any(_has_long(getattr(found, name)) for name in found.__struct_fields__)
+    return isinstance(found, list | tuple) and any(_has_long(each) for each in found)
+
+
+def write(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    with replaced(path, OWN_FILE_MODE) as file:
+        for piece in pieces:
+            file.write(piece)
 
 
 def remove_torn(directory: Path, suffixes: Collection[str] = ()) -> None:

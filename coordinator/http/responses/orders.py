@@ -18,11 +18,19 @@ from typing import BinaryIO
 
 import msgspec
 
-from relayline.coordinator.http.responses.kept_files import FILE_BYTES_MAX, VERSION, read, read_all, remove_torn
+from relayline.coordinator.http.responses.kept_files import (
+    FILE_BYTES_MAX,
+    VERSION,
+    in_pieces,
+    read,
+    read_all,
+    remove_torn,
+    write,
+)
 from relayline.coordinator.sessions.generation import FinishReason, TokenEvent
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, UNFINISHED_RESPONSES_BYTES_MAX
 from relayline.wire.common.errors import OverloadedError
-from relayline.wire.common.files import naming, write_file
+from relayline.wire.common.files import naming
 from relayline.wire.common.own_directory import OWN_FILE_MODE
 
 _TOKENS, _STARTS = ".tokens", ".starts"
@@ -57,6 +65,12 @@ class Order(msgspec.Struct, kw_only=True):
     input_items: list[tuple[str, bytes]]
     previous_id: str | None
     is_stream: bool
+
+
+class _Sent(msgspec.Struct):
+    """Of an `Order` what it is asked for again with."""
+
+    sent: Sent
 
 
 class Unfinished(msgspec.Struct):
@@ -98,22 +112,21 @@ class OrderFiles:
 
     def begin(self, order: Order) -> None:
         """Keep a request. Raises OSError, and OverloadedError where too much is kept already."""
-        data = msgspec.msgpack.encode(order)
-        n_bytes = sum(self._bytes_of.values()) + len(data)
-        if n_bytes > UNFINISHED_RESPONSES_BYTES_MAX or len(data) > FILE_BYTES_MAX:
+        pieces = [*in_pieces(order)]
+        own_bytes = sum(len(piece) for piece in pieces)
+        n_bytes = sum(self._bytes_of.values()) + own_bytes
+        if n_bytes > UNFINISHED_RESPONSES_BYTES_MAX or own_bytes > FILE_BYTES_MAX:
             n_max = min(UNFINISHED_RESPONSES_BYTES_MAX, FILE_BYTES_MAX)
             text = f"background responses that wait or run have {n_bytes} bytes with this one, which is too many"
             raise OverloadedError(f"{text}; send at most {n_max} bytes, or try again later")
-        write_file(self.path / order.id, data, OWN_FILE_MODE)
-        self._bytes_of[order.id] = len(data)
+        write(self.path / order.id, pieces)
+        self._bytes_of[order.id] = own_bytes
 
     def read(self, id: str) -> tuple[Sent, list[TokenEvent]]:
         """Return a request, and the tokens of its answer so far. A torn record is cut off. Raises OSError, and others
         for a file that has become unreadable.
         """
-        sent = read(self.path / id, Order).sent
-        assert sent is not None
-        return sent, self.said(id)
+        return read(self.path / id, _Sent).sent, self.said(id)
 
     def said(self, id: str) -> list[TokenEvent]:
         """Return the tokens of an answer so far. A torn record is cut off. Raises OSError."""

@@ -13,7 +13,7 @@ from relayline.coordinator.http.responses import directory as directories
 from relayline.coordinator.http.responses import kept_files
 from relayline.coordinator.http.responses import orders as order_files
 from relayline.coordinator.http.responses.directory import STORED, UNFINISHED, ResponseDirectory
-from relayline.coordinator.http.responses.orders import OrderFiles
+from relayline.coordinator.http.responses.orders import Order, OrderFiles, Sent
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import Stored
 from relayline.coordinator.sessions.generation import TokenEvent
@@ -155,6 +155,18 @@ def test_an_answer_that_is_too_long_to_be_read_again_is_not_written_on(
     with pytest.raises(OSError, match="too large"):
         orders.add(id_of(1), [TokenEvent(3, None, ())])
     assert [event.token for event in orders.said(id_of(1))] == [1, 2]
+
+
+def test_what_is_long_is_written_as_it_is() -> None:
+    long = bytes(kept_files.LONG_BYTES)
+    order = Order(
+        id=id_of(1), owner=ALICE, payer="", behalf="", created=5, sent=Sent(long, 3, 7), model_id="m", n_vocab=9,
+        queued=b"{}", input_items=[("a", b"{}"), ("b", long)], previous_id=None, is_stream=True,
+    )  # fmt: skip
+    pieces = [*kept_files.in_pieces(order)]
+    assert msgspec.msgpack.decode(b"".join(pieces), type=Order) == order
+    assert sum(piece is long for piece in pieces) == 2
+    assert max(len(piece) for piece in pieces if piece is not long) < 200
 
 
 def test_a_record_that_says_it_is_longer_than_the_file_is_cut_off(tmp_path: Path) -> None:

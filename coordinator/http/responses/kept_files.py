@@ -61,11 +61,9 @@ def read_all(directory: Path, kind: type[T]) -> Iterator[T]:
         yield found
     if others:
         versions = ", ".join(str(version) for version in sorted(set(others)))
-        text = (
-            "%d responses in %s have files of version %s, and this relayline reads %d: they stay there and are left out"
-        )
-        advice = "; start the relayline that wrote them, or remove these files"
-        log.warning(text + advice, len(others), directory, versions, VERSION)
+        text = "%s has responses in files of version %s, and this relayline reads version %d; left out: %d"
+        advice = ". They stay there: start the relayline that wrote them, or remove these files"
+        log.warning(text + advice, directory, versions, VERSION, len(others))
     if left_out:
         n = len(left_out)
         log.warning("%d responses cannot be read and are left out, the first is %s", n, left_out[0])

@@ -109,10 +109,10 @@ def test_files_that_cannot_be_read_are_left_out_with_a_line_for_those_of_another
     (stored / f".{id_of(8)}.0123abcd").write_bytes(whole)  # of a writer that was killed
     assert ids_in(tmp_path) == [id_of(1)]
     of_version, torn = (record.message for record in caplog.records)
-    assert of_version.startswith(
-        f"1 responses in {stored} have files of version 2, and this relayline reads 1: they stay"
+    assert of_version == (
+        f"{stored} has responses in files of version 2, and this relayline reads version 1; left out: 1. "
+        "They stay there: start the relayline that wrote them, or remove these files"
     )
-    assert of_version.endswith("start the relayline that wrote them, or remove these files")
     assert torn.startswith("5 responses cannot be read and are left out, the first is")
     assert sorted(path.name for path in stored.iterdir()) == sorted(
         ["notes.txt", *(id_of(number) for number in range(1, 8))]

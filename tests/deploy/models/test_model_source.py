@@ -34,6 +34,9 @@ except RelaylineError as error:
     sys.exit(3)
 """
 
+# The hub's client tries again at once, as often as it would in half a minute.
+AT_ONCE = "import time\ntime.sleep = lambda seconds: None\n"
+
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
@@ -158,17 +161,15 @@ def test_the_directory_of_a_split_is_no_choice_of_models(tmp_path: Path) -> None
         local_model(str(tmp_path))
 
 
-@pytest.mark.slow  # the hub's client tries for a while
 def test_a_hub_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    code, text = load("http://127.0.0.1:1", tmp_path, "hf://org/repo/model.gguf")
+    code, text = load("http://127.0.0.1:1", tmp_path, "hf://org/repo/model.gguf", program=AT_ONCE + PROGRAM)
     assert code == 3
     assert "cannot be reached" in text
     assert "\n" not in text
 
 
-@pytest.mark.slow  # as above
 def test_the_hubs_client_says_once_that_it_tries_again(tmp_path: Path) -> None:
-    program = "import sys\nsys.stderr = sys.stdout\n" + PROGRAM
+    program = AT_ONCE + "import sys\nsys.stderr = sys.stdout\n" + PROGRAM
     code, text = load("http://127.0.0.1:1", tmp_path, "org/repo", program=program)
     assert code == 3
     again, cannot = text.splitlines()

@@ -296,7 +296,7 @@ async def test_embeddings_are_counted_once_they_are_admitted(tokenizer: Tokenize
                 await client.embeddings.create(model=MODEL, input=[[5] * 200, [6] * 200])
         await client.embeddings.create(model=MODEL, input=[[5] * 200, [6] * 200])
         with pytest.raises(openai.RateLimitError, match="tokens"):
-            await client.embeddings.create(model=MODEL, input=[[5] * 300])
+            await client.embeddings.create(model=MODEL, input=[[5] * 300, [6] * 300])  # not for 40 s
         async with aiohttp.ClientSession() as session:
             headers = {"Authorization": f"Bearer {BATCH}"}
             async with session.get(f"{url}/v1/usage", headers=headers) as answer:

@@ -94,7 +94,7 @@ async def until_on_disk(client: Client, n_states: int) -> list[dict[str, Any]]:
     """Wait until every stage has written this many prefixes; returns their tiers."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
-            tiers: list[dict[str, Any]] = [stage["tier"] for stage in (await client.pipeline())["stages"]]
+            tiers: list[dict[str, Any]] = [stage["tier"] for stage in await client.stages()]
             if all(tier["disk_bytes"] > 0 and tier["states"] >= n_states for tier in tiers):
                 return tiers
             await pause()

@@ -53,15 +53,15 @@ async def test_eight_streams_equal_one_at_a_time_and_share_batches(served: Runni
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)
         alone = [tokens_of(await client.stream(prompt)) for prompt in PROMPTS]
-        before = await client.pipeline()
+        before = await client.stages()
         together = [tokens_of(events) for events in await asyncio.gather(*map(client.stream, PROMPTS))]
-        after = await client.pipeline()
+        after = await client.stages()
         for prompt, left, right in zip(PROMPTS, alone, together, strict=True):
             await assert_same_greedy(client, prompt, left, right)
     layout = {"auto": "per-lane", "unified": "unified"}[served.event["asked"]]
-    assert {stage["kv_layout"] for stage in after["stages"]} == {layout}
+    assert {stage["kv_layout"] for stage in after} == {layout}
     # Steps with several sessions: they really ran side by side. (The order in which a client hears says little.)
-    for stage_before, stage_after in zip(before["stages"], after["stages"], strict=True):
+    for stage_before, stage_after in zip(before, after, strict=True):
         batched = sum(
             count - stage_before["steps_by_sessions"].get(size, 0)
             for size, count in stage_after["steps_by_sessions"].items()
@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_frees_its_lane(served: Running) -> None:
         async with session.post(f"{client.url}/v1/completions", json=body) as response:
             await response.content.readline()
         async with asyncio.timeout(60):
-            while any(stage["lanes_used"] for stage in (await client.pipeline())["stages"]):
+            while any(stage["lanes_used"] for stage in await client.stages()):
                 await pause()
 
 

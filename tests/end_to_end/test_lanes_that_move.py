@@ -53,7 +53,7 @@ NAMES = ("box1", "box2", "box3")
 SEEDED = SamplingParams(temperature=0.9, seed=12)
 SAMPLING = (GREEDY, SEEDED, PENALISED, GREEDY)
 N_TOKENS, N_BEFORE, PROMPT_TOKENS = 100, 5, 80
-WAIT_S = 60
+WAIT_S = 150
 
 
 class World:

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-WAIT_S = 40.0
+WAIT_S = 60.0
 LOADS_MAX = 20
 # Other tests make networks meanwhile, and a browser drops what it loads when an interface comes or goes.
 _NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"

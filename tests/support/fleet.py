@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from relayline.coordinator.engine import stage_client
 from relayline.coordinator.engine.draft_seam import drafting
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.model.pipeline_file import PipelineFile
@@ -254,6 +255,7 @@ async def fleet(
     # What comes back is no question of measured prices: a tiny model may read a prompt in the time of a copy.
     free = proxies.enter_context(pytest.MonkeyPatch.context())
     free.setattr(SavedLanes, "token_ns", 0.0)
+    free.setattr(stage_client, "STATUS_TIMEOUT_S", 60.0)  # no stage is left out of a picture because the host is busy
     for index in range(len(paths)):
         await made.start(index)
         if proxied:

@@ -55,6 +55,14 @@ class Client:
             found: dict[str, Any] = await response.json()
             return found
 
+    async def stages(self) -> list[dict[str, Any]]:
+        """Every stage of a standing pipeline as it says itself: one that is too busy to answer is asked again."""
+        while True:
+            found: list[dict[str, Any]] = (await self.pipeline())["stages"]
+            if all(stage["up"] for stage in found):
+                return found
+            await pause()
+
     async def until_ready(self, after_epoch: int = 0) -> dict[str, Any]:
         """Wait for the pipeline of a later epoch. All answers may have been on their way before a loss, which is still
         noticed."""

@@ -152,7 +152,7 @@ def test_it_goes_on_after_a_kill(server: Server, tmp_path: Path) -> None:
         (["-o", "{dir}/out", "--errors", "{in}"], "--errors and IN.jsonl are the same file"),
         (["-o", "{dir}/out", "--api-key-file", "{in}"], "must have one API key and nothing else"),
         (["-o", "{dir}/out", "--url", "nowhere"], "is not a URL"),
-        ([], "Missing option '-o' / '--output'"),
+        ([], "Missing option '--output' / '-o' / '--out'"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, more: list[str], says: str) -> None:

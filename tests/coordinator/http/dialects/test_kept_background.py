@@ -93,9 +93,11 @@ async def killed(
             response_id = begun.id
         async with asyncio.timeout(WAIT_S):
             await first.gate.reached.wait()
-            while n_free and not [*(directory.with_suffix(".first") / "unfinished").glob("*.tokens")]:
+            shutil.copytree(directory.with_suffix(".first"), directory)
+            while len(OrderFiles(directory / "unfinished").said(response_id)) < n_free:  # the rest is being written
+                shutil.rmtree(directory)
                 await pause()
-        shutil.copytree(directory.with_suffix(".first"), directory)
+                shutil.copytree(directory.with_suffix(".first"), directory)
         yield response_id, seen
 
 

@@ -25,6 +25,11 @@ TESTS = (
     "wire/telemetry/test_otlp.py",
     "stage/engine/test_capture_rows.py",
 )
+# These measure memory in a process of their own, which has the extensions of the environment.
+NOT_HERE = (
+    "test_a_messages_weight_is_never_less_than_reading_takes",
+    "test_an_envelope_of_many_parts_is_refused_for_less_memory_than_its_size",
+)
 CHILD = """
 import sys
 from pathlib import Path
@@ -47,6 +52,7 @@ def test_all_extensions_work_when_they_are_compiled_by_the_header_of_ours(
         assert compiled.returncode == 0, compiled.stderr
     tests = [str(ROOT / "tests" / name) for name in TESTS]
     command = [sys.executable, "-c", CHILD, str(tmp_path), "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
+    command += [f"--deselect=tests/{TESTS[1]}::{name}" for name in NOT_HERE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-2_000:]
     assert " passed" in done.stdout

@@ -98,7 +98,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, name="hub", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="hub", daemon=True)
     thread.start()
     try:
         yield hub

@@ -1,14 +1,17 @@
 """Goal: a model reference leads to a file with the right content, or to one line that names the problem.
 
-The hub's client reads its environment when it is imported, so every load runs in a new process.
+The hub's client reads its environment when it is imported, so every load runs in a new process: a fork of one that has
+imported all else.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +37,32 @@ except RelaylineError as error:
     sys.exit(3)
 """
 
+FORKS = """
+import json, os, sys, traceback
+import httpx2
+import relayline.deploy.models.model_source
+assert "huggingface_hub" not in sys.modules
+for line in sys.stdin:
+    program, words, environment, output, errors = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        for number, path in ((1, output), (2, errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["-c", *words]
+        code = 0
+        try:
+            exec(program, {"__name__": "__main__"})
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
 # The hub's client tries again at once, as often as it would in half a minute.
 AT_ONCE = "import time\ntime.sleep = lambda seconds: None\n"
 
@@ -44,21 +73,41 @@ def hub() -> Iterator[Hub]:
         yield running
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    command = [sys.executable, "-c", FORKS]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment | {"OPENBLAS_NUM_THREADS": "1"},
+    ) as begun:
+        _forks.append(begun)
+        yield
+        _forks.clear()
+
+
+_forks: list[subprocess.Popen[str]] = []
+
+
 def load(hub_url: str, home: Path, *arguments: str, program: str = PROGRAM, **environment: str) -> tuple[int, str]:
     """Resolve in a fresh process with an empty hub cache under `home`; returns (exit code, output)."""
     unset = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
                 "HF_HUB_DISABLE_PROGRESS_BARS": "1", "XDG_CACHE_HOME": str(home / "cache")}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env=unset | settings | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode in (0, 3), done.stderr
-    return done.returncode, done.stdout.strip()
+    with tempfile.TemporaryDirectory() as directory:
+        output, errors = (Path(directory, name) for name in ("output", "errors"))
+        request = [program, arguments, unset | settings | environment, str(output), str(errors)]
+        (begun,) = _forks
+        assert begun.stdin is not None
+        assert begun.stdout is not None
+        begun.stdin.write(json.dumps(request) + "\n")
+        begun.stdin.flush()
+        code = int(begun.stdout.readline())
+        assert code in (0, 3), errors.read_text()
+        return code, output.read_text().strip()
 
 
 @pytest.mark.parametrize(

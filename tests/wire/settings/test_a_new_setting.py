@@ -232,11 +232,11 @@ AS_A_PERSON = ("deploy/testing/", "deploy/demo/")
 
 def _texts(path: Path) -> set[str]:
     """Every text in a file's code. Docstrings are not included, since they are for readers of the file."""
-    tree = ast.parse(path.read_text())
-    for_readers = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    for_readers = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     return {
         node.value
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in for_readers
     }
 

@@ -338,6 +338,8 @@ async def answers_over_losses(
     for lost in range(len(running.addresses)):
         await running.lose(lost)
         await running.start(lost)
+        async with asyncio.timeout(60):  # tokens from before the loss may still wait to be read
+            await running.pipeline.ready.wait()
         for stream, begun in zip(streams, tokens, strict=True):
             begun += await read(stream, 3)
     for stream, begun in zip(streams, tokens, strict=True):

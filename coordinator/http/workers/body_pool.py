@@ -57,7 +57,7 @@ QUICK_BYTES_MAX = 16 * 1024  # of a body that has the short ones' worker
 N_LONG, N_GRAMMAR = 2, 2  # workers; a client alone has all but one
 GRAMMAR_CPU_S_MAX = 5.0  # to make one; trying it has separate bounds (coordinator/text/grammar_check.py)
 NICENESS = 10  # of workers for long bodies: running answers come first
-WALL_S_MAX = 120.0  # of one request, once it has a worker; the bounds of a body are of processor time
+WALL_S_MAX = 60.0  # of one request, once it has a worker; the bounds of a body are of processor time
 KEEP_BYTES_MAX = 1024 * 1024  # a worker that had more than this in hand is not kept: its memory is given back
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
+
+
+def cut_short() -> grpc.aio.AioRpcError:
+    """Return the error of a write to a call that has just been refused."""
+    reason = 'Failed "execute_batch": (<grpc._cython.cygrpc.SendMessageOperation object at 0x7f5b>,)'
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core", reason)
 
 
 class CutShort:
@@ -28,6 +37,26 @@ class CutShort:
         """Never end before the message."""
 
     async def write(self, _: bytes) -> None:
-        reason = 'Failed "execute_batch": (<grpc._cython.cygrpc.SendMessageOperation object at 0x7f5b>,)'
+        raise cut_short()
+
+
+class Crossing:
+    """A channel on which each refusal comes just as the first message is written, unless one waits for it before."""
+
+    def __init__(self) -> None:
+        self.n_calls, self.has_ended = 0, False
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        self.n_calls, self.has_ended = self.n_calls + 1, False
+        return lambda **_: self
+
+    def add_done_callback(self, told: Callable[[Any], None]) -> None:
+        self.has_ended = True
+        told(self)
+
+    async def write(self, _: bytes) -> None:
+        raise asyncio.InvalidStateError if self.has_ended else cut_short()
+
+    async def read(self) -> bytes:
         nothing = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core", reason)
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAUTHENTICATED, nothing, nothing, "not you")

@@ -16,7 +16,7 @@ import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -37,7 +37,7 @@ from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.cut_short import CutShort
+from tests.support.cut_short import Crossing, CutShort
 from tests.support.identities import NOW, Identities, make_identities, security_of
 from tests.support.polling import pause
 
@@ -371,6 +371,13 @@ async def test_a_refusal_that_crosses_the_first_message_is_asked_for_again(
         hello = pb.LinkOpen(dtype=pb.DTYPE_TOKENS, n_embd=1)
         with pytest.raises(expected):
             await RelayLink.open(server.address, hello, lambda _: None, security_of(ids.monitor))
+
+
+async def test_a_refusal_does_not_cross_the_first_message_twice() -> None:
+    channel = Crossing()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rpc.first_reply(cast(grpc.aio.Channel, channel), rpc.method("Relay"), b"hello")
+    assert (caught.value.code(), channel.n_calls) == (grpc.StatusCode.UNAUTHENTICATED, 2)
 
 
 async def test_a_link_between_stages_says_it_too(ids: Identities, lines: Lines):

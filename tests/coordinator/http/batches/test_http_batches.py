@@ -78,6 +78,8 @@ async def test_each_request_of_a_batch_can_be_found_among_the_traces(tokenizer: 
     batches = {span[names.HTTP_RESPONSE_ID]: span.get(names.ATTR_REQUEST_BATCH) for span in spans}
     assert {line["response"]["request_id"]: done.id for line in answers.values()}.items() <= batches.items()
     assert sorted(map(str, batches.values())) == ["None", done.id, done.id]
+    named = {span.get(names.ATTR_REQUEST_BATCH): span.get(names.ATTR_API_KEY_NAME) for span in spans}
+    assert named == {None: None, done.id: "(batch)"}
 
 
 async def test_requests_of_a_batch_run_below_all_others_and_leave_a_lane(tokenizer: Tokenizer, tmp_path: Path) -> None:

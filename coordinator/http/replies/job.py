@@ -10,7 +10,7 @@ from relayline.coordinator.http.replies.choice import ChoiceState, Ending, Promp
 from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests.chat_form import ChatForm
-from relayline.coordinator.http.requests.validation import Plan, check_tokens, fit_tokens
+from relayline.coordinator.http.requests.validation import Plan, fit_tokens
 from relayline.coordinator.http.workers.prepared import Prepared, unpacked
 from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
 from relayline.coordinator.sessions.request_log import RequestRecord
@@ -94,10 +94,6 @@ def make_job(
     ctx_tokens = service.generator.ctx_tokens
     if not ctx_tokens:  # no stage has been heard yet: nothing would fit, and that is not the request's fault
         service.generator.check_ready()
-    n_vocab = service.tokenizer.n_vocab
-    check_tokens([token for token, _ in plan.sampling.logit_bias], n_vocab, "logit_bias")
-    check_tokens(plan.sampling.allowed_tokens, n_vocab, "allowed_token_ids")
-    check_tokens(plan.stop_tokens, n_vocab, "stop_token_ids")
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         max_tokens = fit_tokens(len(prompt.tokens), plan, ctx_tokens, param, is_strict=service.limits.strict_max_tokens)

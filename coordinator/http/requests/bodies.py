@@ -123,7 +123,7 @@ class GenerationBody(_Sampler, kw_only=True):
         | Annotated[list[tuple[int | str, Bias | Literal[False]]], Meta(max_length=LOGIT_BIAS_MAX)]  # llama-server's
         | None
     ) = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None  # as vLLM has it, like the next
+    min_tokens: Annotated[int, Meta(ge=0, le=CTX_TOKENS_MAX)] | None = None  # as vLLM has it, like the next
     stop_token_ids: Tokens | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Meta(max_length=SAMPLER_TOKENS_MAX)] | None = None

@@ -23,15 +23,18 @@ class PlanTokens:
     def of_texts(self, plan: Plan) -> Plan:
         """Return the plan with the tokens of its texts, and of its end if that is held back.
 
-        Raises InvalidRequestError.
+        Raises InvalidRequestError, also for token ids outside the vocabulary.
         """
+        n_vocab = self._tokenizer.n_vocab
+        validation.check_tokens([token for token, _ in plan.sampling.logit_bias], n_vocab, "logit_bias")
+        validation.check_tokens(plan.sampling.allowed_tokens, n_vocab, "allowed_token_ids")
+        validation.check_tokens(plan.stop_tokens, n_vocab, "stop_token_ids")
         if plan.dry_texts and self._tokenizer.has_text:
             found = breakers_of(self._tokenizer, plan.dry_texts)
             sampling = dataclasses.replace(plan.sampling, dry_breakers=found.whole, dry_sequences=found.sequences)
             plan = dataclasses.replace(plan, sampling=sampling, dry_texts=())
         if not (plan.min_tokens or plan.bad_words or plan.bias_texts):
             return plan
-        n_vocab = self._tokenizer.n_vocab
         sampling = plan.sampling
         if plan.min_tokens and self._ends is None:
             self._ends = tuple(token for token in range(n_vocab) if self._tokenizer.is_end(token))

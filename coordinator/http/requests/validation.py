@@ -22,6 +22,7 @@ from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
 _U64 = 1 << 64
+_MAX_TOKENS_MAX = _U64 - 1  # more than any context holds, and the most that msgpack can carry
 NO_LIMIT = -1  # as a client's limit of tokens: as many as the context has room for
 TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
 
@@ -278,7 +279,7 @@ def _plan(
     _check_lists(body, shape.param if shape else "")
     if max_tokens is None and body.n_predict not in (None, NO_LIMIT, -2, 0):
         max_tokens = body.n_predict
-    max_tokens = None if max_tokens == NO_LIMIT else max_tokens
+    max_tokens = None if max_tokens in (None, NO_LIMIT) else min(max_tokens, _MAX_TOKENS_MAX)
     _check_together(body, shape, max_tokens)
     biases, bias_texts = _biases(body.logit_bias or {})
     n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs

@@ -44,7 +44,6 @@ from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
 
 PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
-_MAX_TOKENS_MAX = (1 << 64) - 1  # more than any context holds, and the most that msgpack can carry
 _GOES_ON = "q7VxK2goes-on"  # marks the place where a turn is to be continued, while its chat is rendered
 
 
@@ -389,7 +388,6 @@ def _lean(plan: Plan) -> Plan:
     """Return the plan without the parts that only its making needed."""
     return dataclasses.replace(
         plan,
-        max_tokens=None if plan.max_tokens is None else min(plan.max_tokens, _MAX_TOKENS_MAX),
         prediction="",
         shape=dataclasses.replace(plan.shape, texts=()) if plan.shape else None,
         offered=dataclasses.replace(plan.offered, shown=(), schemas={}) if plan.offered else None,

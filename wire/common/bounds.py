@@ -99,6 +99,8 @@ STORED_RESPONSES_BYTES_MAX = 64 * 1024 * 1024  # of all of them
 BACKGROUND_RESPONSES_MAX = 128  # of /v1/responses that wait or run without a connection
 BACKGROUND_RESPONSES_PER_KEY_MAX = BACKGROUND_RESPONSES_MAX // 2  # of one API key
 UNFINISHED_RESPONSES_BYTES_MAX = 256 * 1024 * 1024  # of requests for these, where they are kept on the disk
+# Of their answers there, all together. With all else of that directory it fits the 1 GiB of a rendered volume.
+UNFINISHED_ANSWERS_BYTES_MAX = 512 * 1024 * 1024
 RECORDED_EVENTS_BYTES_MAX = 2 * 1024 * 1024  # of one of these, the latest; about 8,000 tokens, or 1,000 with logprobs
 UNREAD_EVENTS_BYTES_MAX = 4 * 1024 * 1024  # of one, while a client that reads them has not got them yet
 LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs

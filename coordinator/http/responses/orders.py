@@ -5,13 +5,14 @@
 * `ID.starts`: a byte for each time that it was asked for again and the coordinator was then killed, or crashed.
 
 Everything here blocks: call it in a thread, one call at a time. `add` and `read` may run beside the others: they are of
-one response, and touch nothing else.
+one response, and share only the sum of the answers' bytes.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -28,7 +29,11 @@ from relayline.coordinator.http.responses.kept_files import (
     write,
 )
 from relayline.coordinator.sessions.generation import FinishReason, TokenEvent
-from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, UNFINISHED_RESPONSES_BYTES_MAX
+from relayline.wire.common.bounds import (
+    STORED_RESPONSES_BYTES_MAX,
+    UNFINISHED_ANSWERS_BYTES_MAX,
+    UNFINISHED_RESPONSES_BYTES_MAX,
+)
 from relayline.wire.common.errors import OverloadedError
 from relayline.wire.common.files import naming
 from relayline.wire.common.own_directory import OWN_FILE_MODE
@@ -93,12 +98,33 @@ class _Said(msgspec.Struct, array_like=True):
     n_cached: int
 
 
+class _Sizes:
+    """Of files, by the response: several threads write them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, int] = {}
+
+    def sum(self) -> int:
+        with self._lock:
+            return sum(self._of.values())
+
+    def put(self, id: str, n_bytes: int) -> None:
+        with self._lock:
+            self._of[id] = n_bytes
+
+    def pop(self, id: str) -> None:
+        with self._lock:
+            self._of.pop(id, None)
+
+
 class OrderFiles:
     """Those of one directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._bytes_of: dict[str, int] = {}
+        self._answers = _Sizes()
 
     def load(self) -> list[Unfinished]:
         """Return all, the one that came first at the front. Raises OSError."""
@@ -107,7 +133,9 @@ class OrderFiles:
         for order in read_all(self.path, Order):
             self._bytes_of[order.id] = (self.path / order.id).stat().st_size
             order.sent = None
-            found.append(Unfinished(order, _size(self._tokens(order.id)) > 0, _size(self._starts(order.id))))
+            n_said = _size(self._tokens(order.id))
+            self._answers.put(order.id, n_said)
+            found.append(Unfinished(order, n_said > 0, _size(self._starts(order.id))))
         return sorted(found, key=lambda each: (each.order.created, each.order.id))
 
     def begin(self, order: Order) -> None:
@@ -119,6 +147,9 @@ class OrderFiles:
             n_max = min(UNFINISHED_RESPONSES_BYTES_MAX, FILE_BYTES_MAX)
             text = f"background responses that wait or run have {n_bytes} bytes with this one, which is too many"
             raise OverloadedError(f"{text}; send at most {n_max} bytes, or try again later")
+        if self._answers.sum() + SAID_BYTES_MAX > UNFINISHED_ANSWERS_BYTES_MAX:
+            text = f"the answers of background responses that run have {self._answers.sum()} bytes on the disk"
+            raise OverloadedError(f"{text}, which leaves too little room for one more; try again later")
         write(self.path / order.id, pieces)
         self._bytes_of[order.id] = own_bytes
 
@@ -136,11 +167,12 @@ class OrderFiles:
         with path.open("r+b") as file:
             events, at = _records(file, min(_size(path), SAID_BYTES_MAX))
             file.truncate(at)
+        self._answers.put(id, at)
         return events
 
     def add(self, id: str, events: Sequence[TokenEvent]) -> None:
         """Note more tokens of an answer. It does not wait for the disk: a power cut may take it. Raises OSError, also
-        where the answer is too long to be read again.
+        where the answer is too long to be read again, or all answers together are.
         """
         said = [
             _Said(
@@ -149,7 +181,10 @@ class OrderFiles:
             for each in events
         ]  # fmt: skip
         data = msgspec.msgpack.encode(said)
-        _append(self._tokens(id), len(data).to_bytes(_LENGTH_BYTES) + data, bytes_max=SAID_BYTES_MAX)
+        record = len(data).to_bytes(_LENGTH_BYTES) + data
+        if self._answers.sum() + len(record) > UNFINISHED_ANSWERS_BYTES_MAX:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        self._answers.put(id, _append(self._tokens(id), record, bytes_max=SAID_BYTES_MAX))
 
     def started(self, id: str) -> None:
         """Note that it is asked for again now. Raises OSError."""
@@ -165,6 +200,7 @@ class OrderFiles:
         for path in (self.path / id, self._tokens(id), self._starts(id)):  # the first one says that there is one
             path.unlink(missing_ok=True)
         self._bytes_of.pop(id, None)
+        self._answers.pop(id)
 
     def _tokens(self, id: str) -> Path:
         return self.path / f"{id}{_TOKENS}"
@@ -192,15 +228,18 @@ def _records(file: BinaryIO, n_bytes: int) -> tuple[list[TokenEvent], int]:
     return events, at
 
 
-def _append(path: Path, data: bytes, *, waits: bool = False, bytes_max: int = FILE_BYTES_MAX) -> None:
+def _append(path: Path, data: bytes, *, waits: bool = False, bytes_max: int = FILE_BYTES_MAX) -> int:
+    """Return the size of the file, then."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with naming(path), os.fdopen(os.open(path, flags, OWN_FILE_MODE), "wb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size + len(data) > bytes_max:
+        n_bytes = os.fstat(file.fileno()).st_size + len(data)
+        if n_bytes > bytes_max:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if waits:
             os.fsync(file.fileno())
+    return n_bytes
 
 
 def _size(path: Path) -> int:

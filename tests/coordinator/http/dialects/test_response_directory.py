@@ -17,7 +17,7 @@ from relayline.coordinator.http.responses.orders import Order, OrderFiles, Sent
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import Stored
 from relayline.coordinator.sessions.generation import TokenEvent
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import OverloadedError, UsageError
 
 ALICE = "a" * 64
 
@@ -155,6 +155,43 @@ def test_an_answer_that_is_too_long_to_be_read_again_is_not_written_on(
     with pytest.raises(OSError, match="too large"):
         orders.add(id_of(1), [TokenEvent(3, None, ())])
     assert [event.token for event in orders.said(id_of(1))] == [1, 2]
+
+
+def order(number: int) -> Order:
+    return Order(
+        id=id_of(number), owner=ALICE, payer="", behalf="", created=number, sent=Sent(b"{}", 0, 7), model_id="m",
+        n_vocab=9, queued=b"{}", input_items=[], previous_id=None, is_stream=False,
+    )  # fmt: skip
+
+
+def test_all_answers_together_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [TokenEvent(1, None, ())]
+    orders = OrderFiles(tmp_path)
+    for number in (1, 2):
+        orders.begin(order(number))
+    orders.add(id_of(1), said)
+    n_bytes = (tmp_path / f"{id_of(1)}.tokens").stat().st_size
+    monkeypatch.setattr(order_files, "SAID_BYTES_MAX", 2 * n_bytes)
+    monkeypatch.setattr(order_files, "UNFINISHED_ANSWERS_BYTES_MAX", 3 * n_bytes)
+    orders.add(id_of(2), said)
+    with pytest.raises(OverloadedError, match="room for one more"):
+        orders.begin(order(3))
+    assert not (tmp_path / id_of(3)).exists()
+    orders.add(id_of(2), said)
+    with pytest.raises(OSError, match="quota"):
+        orders.add(id_of(1), said)
+    again = OrderFiles(tmp_path)
+    assert len(again.load()) == 2
+    with pytest.raises(OSError, match="quota"):
+        again.add(id_of(1), said)
+    again.finished(id_of(2))
+    again.begin(order(3))
+    again.add(id_of(3), said)
+    with (tmp_path / f"{id_of(3)}.tokens").open("ab") as file:
+        file.write(b"torn")
+    assert len(again.said(id_of(3))) == 1
+    again.add(id_of(1), said)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.tokens")) == 3 * n_bytes
 
 
 def test_what_is_long_is_written_as_it_is() -> None:

@@ -133,7 +133,7 @@ def check_belongs(path: Path, architecture: str, n_embd: int) -> ProjectorFile:
 
 def read_projector(path: Path) -> ProjectorFile:
     """Return what a projector encodes. Raises as `check_projector`, whatever the model is."""
-    if not path.is_file():
+    if not path.exists():
         raise UsageError(f"--mmproj {path}: no such file")
     header = read_header(path)
     images, audio = _kinds(path, header)

@@ -123,11 +123,15 @@ def _compare(plan: Plan, url: str, name: str, seconds: float, bench: Path | None
 def make_plan(
     manifest: Manifest, *, n_streams: int = 0, measure: bool = False, is_running: bool = False, quiet: bool = False
 ) -> Plan:
-    """Plan a manifest. Raises UsageError where nothing fits, ModelFileError for a model that cannot be read."""
+    """Plan a manifest.
+
+    Raises UsageError where nothing fits or its draft model cannot draft, ModelFileError for a model that cannot be
+    read.
+    """
     from relayline.coordinator.model.inspection import inspect_model
     from relayline.coordinator.planner.advice import advice
     from relayline.coordinator.planner.predict import predict
-    from relayline.deploy.cli.plan_notes import draft_of, notes_of, order_note, variants
+    from relayline.deploy.cli.plan_notes import draft_of, notes_of, order_note, variants, with_checked_draft
     from relayline.deploy.launch.prepare import find_model
     from relayline.deploy.planning.inputs import best_for, instance_of
     from relayline.deploy.planning.report import Plan
@@ -136,6 +140,7 @@ def make_plan(
     facts = inspect_model(model)
     if facts.refusal is not None:
         raise UsageError(f"{model}: cannot be split: {facts.refusal}")
+    manifest = with_checked_draft(manifest, model)
     if measure:
         _measure(manifest, model, quiet=quiet)
     instance = instance_of(manifest, facts, n_streams=n_streams, is_running=is_running)

@@ -1,4 +1,4 @@
-"""The notes of a plan: the gain of one more host, unknown values, another order of the stages."""
+"""The notes of a plan: the gain of one more host, unknown values, another order of the stages; and its draft model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.predict import Prediction
 from relayline.coordinator.planner.search import Best
 from relayline.coordinator.planner.whatif import one_more, other_last
+from relayline.deploy.launch.draft_model import check_draft_model, with_draft_model
 from relayline.deploy.launch.lanes import lowered_lanes
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.planning.drafting import draft_memory, gpus_bytes, has_coordinator
@@ -66,6 +67,15 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
         names = ", ".join(crowded)
         notes.append(f"the stages on {names} have more threads than there are cores, so they take turns")
     return tuple(notes)
+
+
+def with_checked_draft(manifest: Manifest, model: Path) -> Manifest:
+    """Return the manifest with its draft model's path. Raises UsageError or ModelFileError for one that cannot draft
+    for this model, and as `with_draft_model`.
+    """
+    manifest = with_draft_model(manifest)
+    check_draft_model(manifest.serving, model)
+    return manifest
 
 
 def draft_of(manifest: Manifest) -> Draft | None:

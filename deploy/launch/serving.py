@@ -148,12 +148,18 @@ class ServedSplit:
 def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
     """Return the served split from the flags of `serve`. `names`: of the stages, where the user gave any.
 
-    Raises UsageError where no split is given, and as `prepare`.
+    Raises UsageError where no split is given, as `prepare`, and UsageError or ModelFileError for a --model that is
+    none.
     """
+    from relayline.coordinator.model.gguf_file import open_model
     from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.deploy.models.kept_layers import keeper, kept_split
+    from relayline.deploy.models.model_source import local_model
 
-    base, model = served_directory(given["directory"], given["manifest"]), given["model"] or model_of(given["manifest"])
+    base, model = served_directory(given["directory"], given["manifest"]), model_of(given["manifest"])
+    if given["model"] is not None:
+        model = local_model(str(given["model"]))
+        open_model(model)  # else only the first move of layers would find it to be none
     kept = given["keep_layers"]
     directory, known = kept_split(kept, base, model, names)
     n_stages = len(load_pipeline(base, stages_here=False).stages)

@@ -195,8 +195,10 @@ def read_header(path: Path, file_index: int = 0, budget: HeaderBudget | None = N
             return _parse(path, file, status, file_index, budget or HeaderBudget())
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ModelFileError(f"{path}: it is a directory; name a file") from None
     except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path}: cannot be read: {error}") from error
+        raise ModelFileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _parse(path: Path, file: BinaryIO, status: os.stat_result, file_index: int, budget: HeaderBudget) -> GgufFile:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from relayline.coordinator.model.projectors import AUDIO, PROJECTORS, check_projector
-from relayline.wire.common.errors import RelaylineError, UsageError
+from relayline.wire.common.errors import ModelFileError, RelaylineError, UsageError
 from tests.support.fakes import pipeline_file
 from tests.support.tiny_audio import make_audio_projector
 from tests.support.tiny_projectors import make_projector
@@ -96,6 +96,8 @@ def test_a_projector_of_another_model_or_of_none_is_refused(tmp_path: Path) -> N
         check_projector(make_projector(tmp_path / "gemma.gguf", "gemma3", n_embd=48), FILE)
     with pytest.raises(UsageError, match="no such file"):
         check_projector(tmp_path / "none.gguf", FILE)
+    with pytest.raises(ModelFileError, match="it is a directory; name a file"):
+        check_projector(tmp_path, FILE)
     path.write_bytes(b"no GGUF at all")
     with pytest.raises(RelaylineError, match=r"mmproj\.gguf"):
         check_projector(path, FILE)

@@ -21,7 +21,7 @@ from relayline.deploy.planning import compare as plan_compare
 from relayline.deploy.planning.inputs import cuts_for, instance_of, threads_of
 from relayline.deploy.planning.measure import _quickest, known_speed, slices_for
 from relayline.deploy.testing.processes import Running, relayline
-from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.errors import ModelFileError, StartError, UsageError
 from tests.deploy.manifest.test_manifest_commands import samples
 from tests.support.tiny_models import make_tiny
 
@@ -86,6 +86,16 @@ def test_the_command_counts_a_draft_model_and_promises_no_speed(model: Path) -> 
     refused = relayline("plan", model, "--draft-model", model.parent / "nope.gguf")
     assert refused.returncode == 2, refused.stderr
     assert "--draft-model" in refused.stderr
+
+
+def test_a_draft_model_that_is_no_gguf_is_refused_and_not_left_out(model: Path, tmp_path: Path) -> None:
+    for name, content in (("empty.gguf", b""), ("text.gguf", b"words\n"), ("cut.gguf", model.read_bytes()[:5_000])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ModelFileError, match=rf"^--draft-model: \S*{name}: "):
+            make_plan(planned_manifest(str(model), [], {"coordinator.draftModel": str(tmp_path / name)}))
+    other = make_tiny("llama", tmp_path / "other.gguf", vocab=64)
+    with pytest.raises(UsageError, match=r"^--draft-model: .*same vocabulary"):
+        make_plan(planned_manifest(str(model), [], {"coordinator.draftModel": str(other)}))
 
 
 def test_the_command_shows_the_main_figures(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 import click
 import pytest
 
+from relayline.coordinator.model.split import split_model
 from relayline.deploy.cli import join, serve
 from relayline.deploy.cli.join import join_command
 from relayline.deploy.cli.serve import serve_command
@@ -91,6 +92,16 @@ def test_serve_refuses_before_it_splits(flags: str, taken: str, tmp_path: Path, 
     for word, value in files.items():
         expected = expected.replace(word, str(value))
     assert expected in refusal(serve_command, "--manifest", str(tmp_path / "m.yaml"), *arguments)
+
+
+def test_serve_refuses_a_model_that_is_none_before_layers_have_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("relayline.coordinator.serve.run_coordinator", began)
+    split_model(DEMO_MODEL, tmp_path / "split", n_stages=2)
+    (tmp_path / "empty.gguf").touch()
+    (tmp_path / "folder").mkdir()
+    flags = ("--pipeline", str(tmp_path / "split"), "--stages", "127.0.0.1:1,127.0.0.1:2", "--http", "127.0.0.1:0")
+    for name, says in (("empty.gguf", "the file is empty"), ("folder", "has no .gguf file of a model")):
+        assert says in refusal(serve_command, *flags, "--model", str(tmp_path / name))
 
 
 def test_serve_refuses_a_variable_that_no_collector_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -233,11 +233,11 @@ async def streams_at(
 ) -> int:
     """Return how many requests to have in flight at a server, once it answers.
 
-    `on_away` is called with the first failure. Raises aiohttp.ClientError and OSError where nothing answers for as long
-    as the terms allow. Raises at once for a certificate or a URL that is no good, and, at the first attempt, for a host
-    that has no address; StartError there for http:// to a port that speaks TLS.
+    `on_away` is called with the first failure. Raises aiohttp.ClientError and OSError where nothing answers within the
+    terms' `first_answer_s`. Raises at once for a certificate or a URL that is no good, and, at the first attempt, for a
+    host that has no address; StartError there for http:// to a port that speaks TLS.
     """
-    attempts = Attempts(time.monotonic())
+    attempts, at_first = Attempts(time.monotonic()), dataclasses.replace(terms, wait_s=terms.first_answer_s)
     while True:
         try:
             return streams_for(await lanes_of(session, url))
@@ -246,7 +246,7 @@ async def streams_at(
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if attempts.n_busy == 0:
                 await _refuse_mistyped(url, error)
-            wait_s = attempts.next_wait_s(Trouble.BUSY, None, time.monotonic(), terms)
+            wait_s = attempts.next_wait_s(Trouble.BUSY, None, time.monotonic(), at_first)
             if wait_s is None:
                 raise
             if attempts.n_busy == 1:

@@ -1,8 +1,9 @@
 """What to do after an attempt of a batch's request: keep its outcome, or try again, when, and for how long.
 
 Pure. Two kinds of trouble are told apart. A server that is busy, loading or away (429, 503, no connection) is no fault
-of the request: it waits, until nobody has been answered for `wait_s`. Any other break (a connection that ends in the
-middle, 500, 502, 504) may be the request's doing: after `n_attempts` of them the outcome is kept.
+of the request: it waits, until nobody has been answered for `wait_s`. A server that has never answered is not waited
+for as long: most often its URL is mistyped. Any other break (a connection that ends in the middle, 500, 502, 504) may
+be the request's doing: after `n_attempts` of them the outcome is kept.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ BROKEN = (408, 500, 502, 504)
 REFUSED = (401, 403)  # every other request would be refused too
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 60.0
 RETRY_AFTER_MAX_S = 600.0  # of a server's own word
+FIRST_ANSWER_S = 15.0  # until a server answers at all: five attempts. Then its URL is taken for a wrong one
 
 
 class Trouble(enum.Enum):
@@ -35,6 +37,8 @@ class Terms:
     """How long a server may be busy or away."""
     timeout_s: float = 14_400.0
     """Of one attempt."""
+    first_answer_s: float = FIRST_ANSWER_S
+    """How long a server may be away that has not answered yet."""
 
 
 @dataclasses.dataclass(slots=True)

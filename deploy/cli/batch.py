@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.coordinator.batches.patience import FIRST_ANSWER_S
 from relayline.deploy.cli.console_http import (
     base_url,
     client_tls,
@@ -20,7 +21,7 @@ from relayline.deploy.cli.console_http import (
     unanswered,
     url_option,
 )
-from relayline.deploy.cli.options import OUTPUT, IntRange, Line
+from relayline.deploy.cli.options import OUTPUT, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, FileToWrite
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.texts import system_reason
@@ -60,8 +61,9 @@ LOGGED_S = 60.0  # between two lines of it elsewhere
     help="Of a request whose connection breaks, or that gets a 5xx other than 503.",
 )  # fmt: skip
 @click.option(
-    "--wait", "wait_s", type=IntRange(0, WAIT_MAX_S), default=3_600, show_default=True,
-    help="Seconds in which a server may be busy (429, 503) or away before the run ends.",
+    "--wait", "wait_s", type=IntRange(0, WAIT_MAX_S), default=3_600,
+    help="Seconds in which a server may be busy (429, 503) or away before the run ends [default: 3600; "
+    f"{FIRST_ANSWER_S:g} for one that has not answered yet].",
 )  # fmt: skip
 @click.option(
     "--timeout", "timeout_s", type=IntRange(1, WAIT_MAX_S), default=14_400, show_default=True,
@@ -154,18 +156,20 @@ async def _ask(
     from relayline.coordinator.batches.input_file import waiting_requests
     from relayline.coordinator.batches.patience import Terms
 
-    terms = Terms(given["attempts"], given["wait_s"], given["timeout_s"])
+    first_answer_s = given["wait_s"] if is_given("wait_s") else FIRST_ANSWER_S  # who gives --wait may start it later
+    terms = Terms(given["attempts"], given["wait_s"], given["timeout_s"], first_answer_s)
     url = given["url"]
     async with client(given["headers"], client_tls(url)) as session:
 
         def away(error: Exception) -> None:
             reason = system_reason(error) or type(error).__name__
-            _say(f"{url} does not answer ({reason}); trying again for {_duration(terms.wait_s)}", is_last=True)
+            _say(f"{url} does not answer ({reason}); trying again for {_duration(first_answer_s)}", is_last=True)
 
         try:
-            n_streams = given["streams"] or await streams_at(session, url, terms, away)
+            usual = await streams_at(session, url, terms, away)  # also with --streams: is there a server at all?
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise unanswered(url, error) from error
+        n_streams = given["streams"] or usual
         asking = Asking(session, url, terms, answers=answers, errors=errors, model=given["model"])
         counts = f"{n_left:,} of {len(known.is_done):,} requests"
         _say(f"{url}: {counts}, {min(n_streams, n_left):,} at a time", is_last=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import datetime
 import json
 import socket
@@ -187,6 +188,20 @@ async def test_one_that_is_refused_for_ever_is_kept_while_others_are_answered() 
     attempts, terms = Attempts(next(now)), Terms(wait_s=10.0)
     waits = [attempts.next_wait_s(Trouble.BUSY, None, at, terms) for at in (0.0, 5.0, 10.0)]
     assert waits == [1.0, 2.0, None]
+
+
+async def test_one_that_never_answered_is_asked_a_few_times_and_one_that_goes_away_for_long() -> None:
+    attempts, terms, now_s, waits = Attempts(0.0), Terms(), 0.0, list[float]()
+    at_first = dataclasses.replace(terms, wait_s=terms.first_answer_s)
+    while (wait_s := attempts.next_wait_s(Trouble.BUSY, None, now_s, at_first)) is not None:
+        now_s += wait_s
+        waits.append(wait_s)
+    assert waits == [1.0, 2.0, 4.0, 8.0]
+    async with served() as server:
+        url = server.url
+    async with client({}, True) as session:  # the port is closed by now
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await streams_at(session, url, Terms(first_answer_s=0.0), lambda _: None)
 
 
 def test_waits_have_a_bound() -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.batches.asking import Progress
-from relayline.deploy.cli.batch import progress_line
+from relayline.deploy.cli.batch import batch_command, progress_line
 from relayline.deploy.cli.batches import batches_line
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import StartError
 
 WAIT_S = 60
 
@@ -184,12 +185,24 @@ def test_no_server_is_exit_code_1(tmp_path: Path) -> None:
     assert line.startswith(f"relayline: error: {url} does not answer (Connection refused)")
 
 
+@pytest.mark.parametrize("flags", [(), ("--streams", "2")])
+def test_without_wait_a_server_that_never_answered_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    with Server() as closed:
+        url = closed.url
+    monkeypatch.setattr("relayline.deploy.cli.batch.FIRST_ANSWER_S", 0.0)
+    arguments = ["batch", str(batch_file(tmp_path, "a")), "-o", str(tmp_path / "out"), "--url", url, *flags]
+    with pytest.raises(StartError, match=r"does not answer \(Connection refused\)"):
+        batch_command.main(arguments[1:], standalone_mode=False)
+
+
 def test_a_server_that_is_away_at_the_start_is_waited_for(tmp_path: Path) -> None:
     with Server() as closed:
         port = closed.server_port
     out = tmp_path / "out.jsonl"
     arguments = ["batch", str(batch_file(tmp_path, "a")), "-o", str(out), "--url", f"http://127.0.0.1:{port}"]
-    command = module_command("relayline.deploy.cli", *arguments)
+    command = module_command("relayline.deploy.cli", *arguments, "--wait", "3600")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         assert run.stderr.readline() == (

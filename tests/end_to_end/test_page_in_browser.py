@@ -190,6 +190,13 @@ async def _looks_at_a_request(tab: Tab) -> None:
     text_shown = await tab.value("document.querySelector('main').innerText")
     for text in ("First token", "Where the time of its tokens went", "Predicted", "Closed by", "Mates"):
         assert text in text_shown
+    # On a phone the list is above: what is chosen in it comes into view.
+    await tab.look(width=390, height=844)
+    await tab.value("document.querySelectorAll('tbody tr.pick button.link')[1].click()")
+    top = "document.querySelector('.split').lastElementChild.getBoundingClientRect().top"
+    await tab.until(f"{top} > 0 && {top} < innerHeight / 2")
+    assert await tab.value("document.documentElement.scrollWidth") <= 390
+    await tab.look()
 
 
 async def _chats(tab: Tab) -> None:

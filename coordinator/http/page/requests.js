@@ -14,6 +14,7 @@ const COLUMNS = [
   ["Request", ""], ["State", ""], ["Prompt", "n"], ["Cached", "n"], ["Tokens", "n"], ["Drafts accepted", "n"], ["Queue", "n"], ["First token", "n"], ["tok/s", "n"], ["Took", "n"], ["Actions", "act"],
 ];
 const ROOMY = [3, 5, 6]; // columns for a wide page
+const SPARE = [7, 8, 9]; // columns that a list beside a request leaves to it, on a page that is not wide
 
 const isEnded = (item) => ["done", "failed"].includes(item.state);
 
@@ -22,7 +23,10 @@ export function requestRows(open, wide = true) {
   const body = h("tbody");
   const empty = h("p.empty.pad", null, "No request is remembered yet.");
   const table = h("table", null, h("thead", null, h("tr", null, COLUMNS.map(heading))), body);
-  const fold = (cells) => ROOMY.forEach((at) => (wide ? cells[at].classList.add("roomy") : (cells[at].hidden = true)));
+  const fold = (cells) => {
+    ROOMY.forEach((at) => (wide ? cells[at].classList.add("roomy") : (cells[at].hidden = true)));
+    if (!wide) SPARE.forEach((at) => cells[at].classList.add("spare"));
+  };
   fold(table.tHead.rows[0].cells);
   table.hidden = empty.hidden = true; // until something is known
   let selected = "";
@@ -83,11 +87,18 @@ export function requestRows(open, wide = true) {
   };
 }
 
+// Where the page is one column, what was chosen in a list would stay below the window.
+function reveal(element) {
+  const { top, bottom } = element.getBoundingClientRect();
+  if (top > innerHeight / 2 || bottom < 0) element.scrollIntoView();
+}
+
 export function requestsView() {
   let wanted = "";
   let found = null;
   let timer = 0;
   let asked = 0;
+  let isChosen = false; // by a person, since its trace was last shown
   const list = requestRows((id) => {
     location.hash = `#/requests/${encodeURIComponent(id)}`;
   }, false);
@@ -116,6 +127,8 @@ export function requestsView() {
       found = trace;
       if (!life.element.isConnected) detail.replaceChildren(life.element);
       life.update(found);
+      if (isChosen) reveal(detail);
+      isChosen = false;
       if (found.is_running) timer = setTimeout(load, REFRESH_MS);
     } catch (error) {
       if (mine !== asked) return;
@@ -135,6 +148,7 @@ export function requestsView() {
       if (id && id !== wanted) {
         wanted = id;
         found = null;
+        isChosen = true;
         life.fresh();
       }
       list.select(wanted);

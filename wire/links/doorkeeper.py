@@ -24,6 +24,7 @@ import grpc
 
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.refusals import ALPN_PROBE, ALPN_REFUSED_PREFIX, Reason, plain_host, reason_named
+from relayline.wire.links.security import is_loopback
 from relayline.wire.links.tls_material import check_material, read_material
 
 log = logging.getLogger("relayline.security")
@@ -65,10 +66,15 @@ class Doorkeeper:
         )
 
     def welcome(self, peer: Peer) -> None:
-        """Take note that a connection made a call, so its handshake went well."""
-        pending = self._pending.pop(peer, None)
-        if pending is not None:
-            pending.cancel()
+        """Take note that a connection made a call, so its handshake went well.
+
+        Its host's other connections are no strangers then, such as the one that waits for a coordinator to start. Only
+        processes of this machine share an address without sharing credentials.
+        """
+        host = peer[0]
+        for known in [peer] if is_loopback(host) else [other for other in self._pending if other[0] == host]:
+            if (pending := self._pending.pop(known, None)) is not None:
+                pending.cancel()
 
     def close(self) -> None:
         """Stop watching."""

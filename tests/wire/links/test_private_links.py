@@ -446,6 +446,23 @@ async def test_a_stranger_is_noticed_and_a_guest_that_leaves_early_is_not(
         ]
 
 
+async def test_a_guest_that_first_waited_at_the_door_is_no_stranger(
+    ids: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that waits for its coordinator drops the connection by which it saw it come, and joins over another."""
+    monkeypatch.setattr(doorkeeper, "SETTLED_AFTER_S", 0.0)
+    strangers: list[str] = []
+    keeper = Doorkeeper(security_of(ids.box1).files, lambda host, _: strangers.append(host))
+    for host in ("10.0.0.9", "127.0.0.1", "10.0.0.8"):
+        keeper._came((host, 1), b"\x16\x03\x01")
+    for host in ("10.0.0.9", "127.0.0.1"):
+        keeper.welcome((host, 2))
+    while len(strangers) < 2:
+        await pause()
+    assert sorted(strangers) == ["10.0.0.8", "127.0.0.1"], "on loopback an address says nothing about who it is"
+    keeper.close()
+
+
 async def test_port_checks_and_noise_do_no_harm(ids: Identities, lines: Lines):
     async with serving(security_of(ids.box1)) as server:
         for noise in (b"", b"\x00" * 100, b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):

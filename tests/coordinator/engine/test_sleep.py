@@ -117,6 +117,15 @@ def test_a_request_keeps_it_awake_for_as_long_as_it_runs_and_its_time_after_that
     assert world.after(1) == ENDS
 
 
+def test_a_request_that_comes_and_goes_between_two_looks_counts_too() -> None:
+    world = World()
+    assert world.after(IDLE_S - 1) == []
+    session_id, _ = world.asks()
+    world.conductor.left(session_id, world.now_ns)
+    assert world.after(IDLE_S - 1) == []
+    assert world.after(1) == ENDS
+
+
 def test_a_request_that_comes_while_the_epoch_ends_leaves_everything_loaded() -> None:
     world = World()
     assert world.after(IDLE_S) == ENDS
@@ -199,6 +208,9 @@ def test_told_to_wake_while_the_epoch_ends_it_stays_awake() -> None:
     assert world.after(IDLE_S) == ENDS
     assert world.sleep.wake(world.now_ns) == []
     assert world.end() == AGAIN
+    world.connect()
+    assert world.after(IDLE_S) == ENDS
+    assert world.end() == FREE, "to wake counts once"
 
 
 def test_it_does_not_sleep_while_layers_move() -> None:
@@ -233,7 +245,7 @@ def test_told_to_sleep_it_does_not_wait_for_a_lost_stage() -> None:
 
 
 def test_others_take_over_from_a_lost_stage_before_it_sleeps() -> None:
-    world = World(takeover_s=2 * IDLE_S)
+    world = World(takeover_s=2 * IDLE_S, loads_s=3 * IDLE_S)
     world.conductor.lost(StageLostError("a stage was lost"), world.now_ns)
     assert world.after(2 * IDLE_S + TAKEN_OVER_S - 1) == []
     assert world.after(1) == FREE
@@ -327,3 +339,46 @@ def test_reports_that_come_too_late_change_nothing() -> None:
     assert world.sleep.ended(world.now_ns) == []
     world.sleep.left("b", world.now_ns)
     assert (world.sleep.state, world.phase) == (SleepState.AWAKE, Phase.READY)
+
+
+def test_it_says_how_it_is_and_how_often_it_has_slept() -> None:
+    world = World(loads_s=2.5)
+    fresh = Sleep(world.conductor, IDLE_S, world.now_ns)
+    assert fresh.describe(world.now_ns) == {
+        "state": "awake",
+        "state_s": 0,
+        "after_s": IDLE_S,
+        "idle_s": 0,
+        "is_asked": False,
+        "sleeps": 0,
+        "wakes": 0,
+        "failed": 0,
+        "woke_in_s": None,
+        "problem": "",
+    }, "before its stages were ever there"
+    world.asleep()
+    world.now_ns += 3 * S
+    slept = world.sleep.describe(world.now_ns)
+    assert (slept["state"], slept["state_s"], slept["idle_s"], slept["sleeps"]) == ("asleep", 3, IDLE_S + 3, 1)
+    world.asks()
+    world.sleep.failed("b: not enough memory", world.now_ns)
+    failed = world.sleep.describe(world.now_ns)
+    assert (failed["failed"], failed["problem"], failed["woke_in_s"]) == (1, "b: not enough memory", None)
+    world.conductor.fail_all(NotReadyError("enough"), world.now_ns)
+    world.now_ns += 10 * S
+    world.asks()
+    world.now_ns += round(1.5 * S)
+    world.connect()
+    world.now_ns += 2 * S
+    awake = world.sleep.describe(world.now_ns)
+    assert (awake["state"], awake["state_s"], awake["wakes"], awake["woke_in_s"]) == ("awake", 2, 1, 1.5)
+    assert awake["idle_s"] == 0, "a request runs"
+
+
+def test_a_wake_is_said_to_be_complete_once() -> None:
+    world = World().asleep()
+    world.asks()
+    world.conductor.begin_epoch()
+    world.conductor.connected(FACTS, world.now_ns)
+    assert world.sleep.stands(world.now_ns)
+    assert not world.sleep.stands(world.now_ns), "the next epoch is another matter"

@@ -8,6 +8,34 @@ import pytest
 from relayline.wire.common import errors
 from relayline.wire.common.errors import Fault, RelaylineError
 
+# Every error of 0.1.0: whose fault, whether to retry, gRPC, HTTP. Clients and other versions act on these.
+RELEASED = {
+    "usage": (Fault.OPERATOR, False, "INVALID_ARGUMENT", 400),
+    "bad_cut": (Fault.OPERATOR, False, "INVALID_ARGUMENT", 400),
+    "bad_model_file": (Fault.OPERATOR, False, "FAILED_PRECONDITION", 500),
+    "unsupported_architecture": (Fault.OPERATOR, False, "FAILED_PRECONDITION", 500),
+    "bad_artifact": (Fault.OPERATOR, False, "FAILED_PRECONDITION", 500),
+    "cannot_start": (Fault.OPERATOR, False, "FAILED_PRECONDITION", 500),
+    "invalid_request": (Fault.CLIENT, False, "INVALID_ARGUMENT", 400),
+    "context_length_exceeded": (Fault.CLIENT, False, "INVALID_ARGUMENT", 400),
+    "model_not_found": (Fault.CLIENT, False, "NOT_FOUND", 404),
+    "overloaded": (Fault.SERVER, True, "RESOURCE_EXHAUSTED", 429),
+    "not_ready": (Fault.SERVER, True, "UNAVAILABLE", 503),
+    "protocol": (Fault.PEER, False, "INVALID_ARGUMENT", 502),
+    "checksum": (Fault.PEER, True, "DATA_LOSS", 502),
+    "handshake": (Fault.OPERATOR, False, "FAILED_PRECONDITION", 503),
+    "unauthenticated": (Fault.OPERATOR, False, "UNAUTHENTICATED", 503),
+    "place_taken": (Fault.OPERATOR, True, "ALREADY_EXISTS", 503),
+    "stale_epoch": (Fault.PEER, False, "ABORTED", 503),
+    "position_gap": (Fault.PEER, True, "FAILED_PRECONDITION", 503),
+    "bad_session": (Fault.PEER, False, "FAILED_PRECONDITION", 500),
+    "no_lane": (Fault.SERVER, True, "RESOURCE_EXHAUSTED", 429),
+    "not_finite": (Fault.SERVER, False, "INTERNAL", 500),
+    "native": (Fault.SERVER, False, "INTERNAL", 500),
+    "stage_lost": (Fault.SERVER, True, "UNAVAILABLE", 503),
+    "internal": (Fault.SERVER, False, "INTERNAL", 500),
+}
+
 
 def all_leaves(root: type[RelaylineError] = RelaylineError) -> list[type[RelaylineError]]:
     """Found by walking the classes, not by asking the code under test."""
@@ -69,3 +97,8 @@ def test_unknown_label_of_a_newer_peer_becomes_internal():
 def test_details_that_only_this_process_uses():
     assert errors.InvalidRequestError("x", param="prompt").param == "prompt"
     assert errors.OverloadedError("x", retry_after_s=7).retry_after_s == 7
+
+
+def test_what_was_released_stays():
+    found = {leaf.label: (leaf.fault, leaf.retryable, *errors.STATUS[leaf.label]) for leaf in OURS}
+    assert {label: found.get(label) for label in RELEASED} == RELEASED

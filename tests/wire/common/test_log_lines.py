@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,31 @@ def test_a_printed_line_is_for_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "ready: http://x" in kept
     assert "another line" in printed
     assert "another line" in kept
+
+
+def test_json_has_one_object_a_line_with_the_same_keys_always(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("stage", as_json=True)
+    log = logging.getLogger("relayline.stage")
+    log.info("stage %s", "joined", extra={"fields": {"stage": "a\nb", "layers": 4, "path": Path("x")}})
+    try:
+        raise ValueError("one\x1b[2Jtwo")
+    except ValueError:
+        log.exception("it failed")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert datetime.datetime.fromisoformat(first.pop("time")).utcoffset() == datetime.timedelta(0)
+    assert first == {
+        "level": "info", "role": "stage", "message": "stage joined", "stage": "a\\nb", "layers": 4, "path": "x",
+    }  # fmt: skip
+    assert (second["level"], second["role"], second["message"]) == ("error", "stage", "it failed")
+    assert second["exception"].splitlines()[-1] == "ValueError: one\\x1b[2Jtwo"
+
+
+def test_human_lines_have_the_fields_behind_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("stage", as_json=False)
+    logging.getLogger("relayline.stage").warning("stage left", extra={"fields": {"stage": "a", "reason": "gone\nx"}})
+    line = capsys.readouterr().err
+    assert line[8:] == " warning stage left stage=a reason=gone\\nx\n"
+    assert logs.recent_lines(1)[0].text == "stage left stage=a reason=gone\\nx"
 
 
 def test_a_record_that_cannot_be_written_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,8 @@ class Tracing:
         if not is_embedding:
             attributes[names.GEN_AI_USAGE_OUTPUT_TOKENS] = sum(stream.n_tokens for stream in record.streams)
             attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = [reason or "abort" for reason, _ in outcomes]
+        if n_cached := sum(stream.n_cached for stream in record.streams):
+            attributes[names.GEN_AI_USAGE_CACHE_READ_TOKENS] = n_cached
         if n_thought := sum(stream.n_thought for stream in record.streams):
             attributes[names.GEN_AI_USAGE_REASONING_TOKENS] = n_thought
         if record.status:

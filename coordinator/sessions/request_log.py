@@ -223,6 +223,7 @@ class StreamRecord:
     error: str = ""
     n_tokens: int = 0  # as the client counts: up to a stop string
     n_thought: int = 0  # of those
+    n_cached: int = 0  # of the prompt, tokens that were copied; counted for the first choice of each prompt
     first_token_ns: int = 0
     request: RequestRecord | None = None
     span: Span | None = None  # of a joiner; the opener has the session's spans

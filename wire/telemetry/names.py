@@ -110,6 +110,7 @@ GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
 GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_USAGE_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"  # where there were any
 GEN_AI_USAGE_REASONING_TOKENS: Final = "gen_ai.usage.reasoning.output_tokens"  # where there were any
 GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"  # only with telemetry content on
 GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"  # only with telemetry content on

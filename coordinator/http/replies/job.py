@@ -46,9 +46,10 @@ class Job:
     def note(self, choice: int, state: ChoiceState) -> None:
         """Tell telemetry how far a choice has come as its client sees it."""
         if self.record is not None and choice < len(self.record.streams):  # in the order in which choices were opened
-            self.record.streams[choice].n_tokens = state.n_tokens
-            self.record.streams[choice].n_thought = state.n_thought
-            self.record.streams[choice].finish_reason = state.finish_reason or ""
+            stream = self.record.streams[choice]
+            stream.n_tokens, stream.n_thought = state.n_tokens, state.n_thought
+            stream.n_cached = 0 if choice % self.plan.n else state.n_cached  # each prompt counts once
+            stream.finish_reason = state.finish_reason or ""
 
     def choice_states(self, service: Service) -> list[ChoiceState]:
         """Return a fresh state for each choice."""

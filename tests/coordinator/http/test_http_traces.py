@@ -7,6 +7,8 @@ import contextlib
 import gzip
 import json
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -15,7 +17,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl, greet
 from relayline.coordinator.http.edge.body import SMALL_BYTES_MAX
+from relayline.coordinator.http.replies.job import Job
 from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StreamRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, StageLostError
@@ -115,6 +119,16 @@ async def test_a_request_has_one_server_span_by_convention(
     }  # fmt: skip
     assert world.kept.one(names.SPAN_TOKENIZE).parent is not None
     assert set(served.generator.records) == {world.observer.log.find("mine")}
+
+
+def test_copied_tokens_of_a_prompt_count_once_for_all_its_choices() -> None:
+    record = RequestRecord("r", "POST", "/v1/completions", 0)
+    record.streams += [StreamRecord(f"r-{choice}", SessionRecord(), 0) for choice in range(4)]
+    job: Any = SimpleNamespace(record=record, plan=SimpleNamespace(n=2))
+    for choice in range(4):
+        state: Any = SimpleNamespace(n_tokens=1, n_thought=0, finish_reason=None, n_cached=8 + choice)
+        Job.note(job, choice, state)
+    assert [stream.n_cached for stream in record.streams] == [8, 0, 10, 0]
 
 
 async def test_making_a_grammar_is_a_span(tokenizer: Tokenizer) -> None:

@@ -151,7 +151,7 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     world.run(session)
     world.summary(session, 0)
     world.summary(session, 1)
-    record.status, record.streams[0].n_thought = 200, 2
+    record.status, record.streams[0].n_thought, record.streams[0].n_cached = 200, 2, 1
     world.observer.left(record.streams[0], 3_400)
     world.observer.answered(record, 3_500)
 
@@ -177,6 +177,7 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     assert recorded[names.GEN_AI_USAGE_INPUT_TOKENS] == 3
     assert recorded[names.GEN_AI_USAGE_OUTPUT_TOKENS] == 3
     assert recorded[names.GEN_AI_USAGE_REASONING_TOKENS] == 2
+    assert recorded[names.GEN_AI_USAGE_CACHE_READ_TOKENS] == 1
     assert recorded[names.GEN_AI_RESPONSE_FINISH_REASONS] == ("length",)
     assert recorded[names.GEN_AI_RESPONSE_ID] == "cmpl-r"
     assert recorded[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] == pytest.approx(2_100e-9)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import numpy as np
 import pytest
 
+from relayline.stage.inbound import CREDIT_REPLY_BYTES, Inbound
+from relayline.stage.routes import Route, Upstream
 from relayline.stage.steps.runner import OUTBOX_STEPS_MAX
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import (
-    StageLostError,
-)
+from relayline.wire.common.errors import ProtocolError, StageLostError
 from relayline.wire.envelopes import envelope
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import (
     EPOCH,
+    ROUTE,
     WIDTH,
     BlockedDecode,
     control,
@@ -112,13 +114,32 @@ async def test_a_stuck_neighbour_does_not_outlive_its_epoch(reads: bool) -> None
 async def test_credit_comes_back_for_decoded_and_dropped_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     row_bytes = WIDTH * 4
     monkeypatch.setattr("relayline.stage.inbound.CREDIT_REPLY_BYTES", 8 * row_bytes)
+    monkeypatch.setattr(bounds, "BYTES_IN_FLIGHT_DEFAULT", 16 * row_bytes)
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         await one.send(*prompt(1, n_rows=8))
         async with asyncio.timeout(20):
             assert pb.RelayResponse.FromString(await one.call.read()).credit_bytes == 8 * row_bytes
-            await one.send(*prompt(2, n_rows=4), rows_frame(77, 0, 4))
-            assert pb.RelayResponse.FromString(await one.call.read()).credit_bytes == 8 * row_bytes
+            for session_id in (2, 3, 4):
+                await one.send(*prompt(session_id, n_rows=4), rows_frame(77, 0, 4))
+                assert pb.RelayResponse.FromString(await one.call.read()).credit_bytes == 8 * row_bytes
+
+
+def test_a_neighbour_that_sends_beyond_its_credit_is_refused() -> None:
+    window, route = bounds.BYTES_IN_FLIGHT_DEFAULT, Route(ROUTE, EPOCH, 1, None, Upstream(), None)
+    context: Any = None
+
+    def taking(*sizes: int) -> Inbound:
+        inbound = Inbound(route, pb.LinkOpen(dtype=pb.DTYPE_F32, n_embd=WIDTH), context, 8)
+        for size in sizes:
+            inbound._take_credit(size)
+        return inbound
+
+    full = taking(CREDIT_REPLY_BYTES + 1, window - CREDIT_REPLY_BYTES - 1)
+    large = taking(CREDIT_REPLY_BYTES, window)  # so little is in flight that it may not even come back as credit
+    for inbound in (full, large):
+        with pytest.raises(ProtocolError, match=f"over the credit of {window}"):
+            inbound._take_credit(1)
 
 
 async def test_a_lost_downstream_is_reported_to_the_coordinator() -> None:

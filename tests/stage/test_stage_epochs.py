@@ -378,6 +378,20 @@ async def test_a_coordinator_has_the_whole_time_to_open_left_lanes() -> None:
     assert not stage.service.epochs._left._timers
 
 
+async def test_a_route_is_its_own_coordinators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    who = Identity(Role.COORDINATOR, "box")
+    monkeypatch.setattr("relayline.stage.epochs.caller", lambda: who)
+    monkeypatch.setattr("relayline.stage.service.caller", lambda: who)
+    async with served() as stage, Coordinator(stage) as one, Coordinator(stage, epoch=EPOCH + 1) as other:
+        await one.configure()
+        who = Identity(Role.COORDINATOR, "elsewhere")
+        with pytest.raises(UnauthenticatedError, match="belongs to coordinator on box, not to coordinator on elsewhere"):
+            await other.configure()
+        with pytest.raises(UnauthenticatedError, match="belongs to coordinator on box"):
+            await one.listen()  # nobody else hears its tokens
+        assert stage.service.epochs.at(ROUTE, EPOCH) is not None, "its epoch stands"
+
+
 def test_the_last_stage_sends_tokens_back_with_a_pass_of_its_own() -> None:
     owner = Identity(Role.COORDINATOR, "box")
     first, last = Identity(Role.STAGE, "box", "stage-0"), Identity(Role.STAGE, "box", "stage-2")

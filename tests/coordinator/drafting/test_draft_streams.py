@@ -60,6 +60,7 @@ class World:
         for row in step.rows:
             held = self.cells.setdefault(row.sequence, [])
             assert row.sequence < DRAFT_SEQUENCES_MAX
+            assert row.token < N_SERVED, "the model has no such token"
             assert row.position == len(held), "cells were to be dropped first"
             held.append(row.token)
             if row.is_last:
@@ -85,15 +86,18 @@ class World:
         assert not heard.follows
         n_least, chance = 0, 1.0
         expected: list[int] = []
+        probabilities: list[float] = []
         while len(expected) < DRAFT_AHEAD_MAX:
             token, probability = following([*text, *expected])
             if token == END:
                 break
             expected.append(token)
+            probabilities.append(probability)
             if chance >= CHANCE_STOP:
                 n_least = len(expected)
             chance *= probability
         assert heard.tokens == expected[: len(heard.tokens)]
+        assert heard.probabilities == probabilities[: len(heard.tokens)]
         assert len(heard.tokens) >= n_least  # more were made when the text was shorter
 
 
@@ -112,6 +116,44 @@ def test_a_right_guess_costs_no_row_and_a_wrong_one_a_new_chain() -> None:
     world.take(1, [(world.heard[1].tokens[0] + 1) % N_VOCAB])
     world.settle()
     world.check(1)
+
+
+def test_right_guesses_before_a_wrong_one_cost_no_row_either() -> None:
+    world = World()
+    world.begin(1, [1, 2, 3])
+    world.settle()
+    first, second = world.heard[1].tokens[:2]
+    world.take(1, [first, (second + 1) % N_VOCAB])
+    (row,) = world.step()
+    assert row.position == 4
+    world.settle()
+    world.check(1)
+
+
+@pytest.mark.parametrize(("probability", "n_guesses"), [(1.0, DRAFT_AHEAD_MAX), (0.5, 5)])
+def test_guesses_go_on_until_they_are_many_or_hardly_all_right(probability: float, n_guesses: int) -> None:
+    streams = Streams(200, N_SERVED, lambda _: False)
+
+    def settle() -> Guessed:
+        while rows := streams.next_step().rows:
+            (said,) = streams.computed(rows, [(7, probability) for row in rows if row.is_last])
+        return said
+
+    streams.hear(Begin(1, [1]))
+    said = settle()
+    assert (said.tokens, said.follows) == ([7] * n_guesses, False)
+    streams.hear(Took(1, 1, [7, 7]))
+    said = settle()
+    assert (said.tokens, said.follows) == ([7] * n_guesses, False), "those that are left count with their chance"
+
+
+def test_so_many_streams_have_cells_and_one_that_begins_anew_has_no_others() -> None:
+    streams = Streams(10_000, N_SERVED, lambda _: False)
+    for key in range(DRAFT_SEQUENCES_MAX + 2):
+        assert bool(streams.hear(Begin(key, [1, 2]))) is (key >= DRAFT_SEQUENCES_MAX), "those without are told"
+    assert {row.sequence for row in streams.next_step().rows} == {*range(DRAFT_SEQUENCES_MAX)}
+    for _ in range(3):
+        assert streams.hear(Begin(0, [1, 2])) == []
 
 
 def test_an_end_that_was_guessed_stands_while_guesses_are_right() -> None:
@@ -141,6 +183,34 @@ def test_prompts_are_read_beside_streams_that_draft() -> None:
     world.check(2)
 
 
+def test_prompts_share_the_rows_that_are_for_prompts() -> None:
+    world = World()
+    world.begin(1, [1, 2, 3] * 40)
+    world.settle()
+    world.take(1, [2])
+    for key in (2, 3):
+        world.begin(key, [key] * 300)
+    rows = world.step()
+    assert (len(rows), rows[0].position) == (1 + PROMPT_ROWS, 120), "one that drafts comes first, however long it is"
+    world.settle()
+    for key in world.texts:
+        world.check(key)
+
+
+@pytest.mark.parametrize(
+    ("n_streams", "n_rows"), [(10, 10 * NEAR_ROWS + PROMPT_ROWS), (STEP_ROWS_MAX // NEAR_ROWS + 4, STEP_ROWS_MAX)]
+)
+def test_a_step_has_a_bound_for_all_its_rows(n_streams: int, n_rows: int) -> None:
+    world = World()
+    for key in range(n_streams):
+        world.begin(key, [1 + key % 3] * NEAR_ROWS)
+    world.begin(n_streams, [4] * 300)
+    assert len(world.step()) == n_rows
+    world.settle()
+    for key in world.texts:
+        world.check(key)
+
+
 def test_the_next_turn_of_a_chat_reads_what_is_new() -> None:
     world = World()
     world.begin(1, [1, 2, 3] * 40)
@@ -154,6 +224,40 @@ def test_the_next_turn_of_a_chat_reads_what_is_new() -> None:
     world.settle()
     world.check(2)
     assert world.n_rows - n_rows < NEAR_ROWS + DRAFT_AHEAD_MAX
+    (said,) = world.streams.full()
+    assert said.stream == 2, "nothing else has cells"
+
+
+def test_ended_streams_make_room_before_the_model_is_full() -> None:
+    world = World(cells_max=200)
+    for key in (1, 2):
+        world.begin(key, [key] * 60)
+        world.settle()
+        world.end(key)
+    world.begin(3, [3] * 60)
+    assert world.streams.next_step().trims == [(0, 0)], "the oldest alone"
+
+
+def test_the_same_text_again_has_guesses_for_one_row() -> None:
+    world = World()
+    world.begin(1, [1, 2, 3] * 4)
+    world.settle()
+    world.end(1)
+    world.begin(2, [1, 2, 3] * 4)
+    (row,) = world.step()
+    assert (row.position, row.is_last) == (11, True)
+    world.settle()
+    world.check(2)
+
+
+def test_the_oldest_ended_stream_gives_its_place_to_one_that_begins_otherwise() -> None:
+    streams = Streams(10_000, N_SERVED, lambda _: False)
+    for key in range(DRAFT_SEQUENCES_MAX + 1):
+        assert streams.hear(Begin(key, [1 + key, 5])) == [], "it has cells"
+        trims, rows = streams.next_step()
+        assert trims == ([(0, 0)] if key == DRAFT_SEQUENCES_MAX else [])
+        streams.computed(rows, [(7, 1.0)])
+        streams.hear(End(key))
 
 
 def test_a_text_that_does_not_fit_has_no_guesses_and_others_go_on() -> None:
@@ -172,9 +276,9 @@ def test_a_text_that_does_not_fit_has_no_guesses_and_others_go_on() -> None:
 def test_a_token_that_the_model_lacks_ends_the_guesses_of_its_stream_alone() -> None:
     world = World()
     world.begin(1, [1, N_SERVED, 2])
-    world.begin(2, [1, 2])
     world.begin(3, [1, 3])
-    world.take(3, [N_SERVED + 3])
+    world.begin(2, [1, 2])
+    world.take(3, [1, N_SERVED, 1])
     world.settle()
     world.check(2)
     for key in (1, 3):
@@ -209,6 +313,11 @@ def test_a_model_that_is_full_gives_up_first_what_no_stream_uses() -> None:
     (said,) = world.streams.full()
     assert (said.stream, said.tokens, said.follows) == (2, [], False)
     assert world.streams.next_step().trims == [(used, 0)]
+    assert world.streams.full() == [], "there is nothing to give up"
+    alone = World()
+    alone.begin(1, [1, 2, 3])
+    (said,) = alone.streams.full()
+    assert (said.stream, said.follows) == (1, False)
 
 
 def test_tokens_that_do_not_follow_a_text_change_nothing() -> None:

@@ -83,6 +83,32 @@ def test_certificates_state_the_roles_that_links_ask_for(files: dict[str, str]) 
     assert "relayline certs" not in files["config.yaml"], "nothing has to be made by hand"
 
 
+def test_certificates_come_from_the_issuer_that_the_manifest_names(replicas: dict[str, str]) -> None:
+    for one in objects(replicas, "Certificate"):
+        assert one["spec"]["issuerRef"] == {"name": "own", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+        assert one["spec"]["duration"] == "720h"
+
+
+def test_secrets_have_the_names_that_the_manifest_gives() -> None:
+    text = """
+apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: many}
+spec:
+  model: {hf: hf://org/repo/tiny.gguf}
+  stages: [{name: a, threads: 2}]
+  coordinator: {apiKeysFile: keys}
+  wire: {tls: {mode: "off"}}
+  deployment: {secrets: {token: their-join, apiKeys: their-keys, hfToken: their-hub}}
+"""
+    files = render(parse_manifest(text.encode(), "many.yaml"), "kubernetes")
+    pods = [one["spec"]["template"]["spec"] for kind in ("Deployment", "StatefulSet") for one in objects(files, kind)]
+    mounted = {each["secret"]["secretName"] for pod in pods for each in pod["volumes"] if "secret" in each}
+    assert mounted == {"their-join-coordinator", "their-join-a", "their-keys"}
+    from_secrets = [each for each in pods[0]["containers"][0]["env"] if "valueFrom" in each]
+    assert [each["valueFrom"]["secretKeyRef"]["name"] for each in from_secrets] == ["their-hub"]
+
+
 def test_workers_of_one_template_see_their_own_certificate(replicas: dict[str, str]) -> None:
     (group,) = objects(replicas, "LeaderWorkerSet")
     worker = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]

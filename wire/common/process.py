@@ -69,7 +69,8 @@ def end_with_stdin() -> None:
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
     """Run `main(stopping)` under uvloop; `stopping` is set by the first SIGINT or SIGTERM.
 
-    A second signal ends the process at once, with its default action. The limit of open files is raised.
+    A second signal of the same kind ends the process at once, with its default action. The limit of open files is
+    raised.
     """
     raise_open_files()
 

@@ -1,9 +1,12 @@
-"""The garbage collector leaves a process's loaded objects alone once it serves."""
+"""What every process does: its garbage collector leaves loaded objects alone, and signals end it in order."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+
+import pytest
 
 CODE = """
 import gc
@@ -17,3 +20,32 @@ assert gc.get_threshold()[0] == YOUNG_OBJECTS_MAX
 
 def test_loaded_objects_are_no_longer_looked_at() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True)
+
+
+WAIT_S = 60
+ENDLESS = """
+import asyncio
+from relayline.wire.common.process import run
+
+async def main(stopping):
+    print("serves", flush=True)
+    await stopping.wait()
+    print("drains", flush=True)
+    await asyncio.Event().wait()
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_drains_and_a_second_ends_at_once(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "serves\n"
+            process.send_signal(number)
+            assert process.stdout.readline() == "drains\n"
+            process.send_signal(number)
+            assert process.wait(WAIT_S) == -number
+        finally:
+            process.kill()

@@ -385,7 +385,7 @@ async def test_a_route_is_its_own_coordinators_alone(monkeypatch: pytest.MonkeyP
     async with served() as stage, Coordinator(stage) as one, Coordinator(stage, epoch=EPOCH + 1) as other:
         await one.configure()
         who = Identity(Role.COORDINATOR, "elsewhere")
-        with pytest.raises(UnauthenticatedError, match="belongs to coordinator on box, not to coordinator on elsewhere"):
+        with pytest.raises(UnauthenticatedError, match="belongs to coordinator on box, not to"):
             await other.configure()
         with pytest.raises(UnauthenticatedError, match="belongs to coordinator on box"):
             await one.listen()  # nobody else hears its tokens

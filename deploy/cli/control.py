@@ -122,8 +122,10 @@ def _head_line(facts: dict[str, Any]) -> str:
         head += f" for {_duration(facts['phase_s'])}"
     if facts["uptime_s"] is not None:
         head += f", up {_duration(facts['uptime_s'])}, pid {facts['pid']}"
+    # What listens on every interface has no URL to connect to, but its process's record does.
+    shown = {entry["name"]: entry["address"] for entry in facts["processes"]}.get("coordinator") or facts["url"]
     if facts["url"]:
-        head += f", {facts['url']}/v1"
+        head += f", {shown}/v1"
     return head
 
 

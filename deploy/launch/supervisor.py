@@ -239,7 +239,7 @@ class Supervisor:
         await child.exited.wait()
 
     def _on_ready(self, child: Child, event: dict[str, Any]) -> None:
-        address = self._reachable(event.get("address", "")) or event.get("url", "")
+        address = self._reachable(event.get("address", "")) or self._reachable_url(event.get("url", ""))
         metrics = event.get("metrics") or ""
         record = self.board.set_process(child.name, state=HostState.READY, address=address, metrics=metrics, detail="")
         self._emit({"event": "process", "name": child.name, "role": record.role, "pid": child.pid, "address": address,
@@ -253,9 +253,13 @@ class Supervisor:
         """Return the URL under which clients on other hosts reach the API, empty for none; {} without such hosts."""
         if not self.plan.remote:
             return {}
+        reached = self._reachable_url(url)
+        return {"clients": "" if is_loopback(host_of(reached.partition("://")[2])) else reached}
+
+    def _reachable_url(self, url: str) -> str:
+        """Return the URL to connect to for one that listens, empty for none."""
         scheme, _, address = url.partition("://")
-        reached = self._reachable(address)
-        return {"clients": "" if is_loopback(host_of(reached)) else f"{scheme}://{reached}"}
+        return f"{scheme}://{self._reachable(address)}" if address else ""
 
     def _reachable(self, address: str) -> str:
         """Return the address to connect to for a listener at `address`, which may be every interface."""

@@ -327,6 +327,7 @@ async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> N
             ("", ""),
         ):
             assert supervisor._reachable(listener) == shown
+            assert supervisor._reachable_url(f"https://{listener}") == (shown and f"https://{shown}")
 
 
 async def test_stages_get_an_address_that_they_can_read(tmp_path: Path) -> None:

@@ -471,6 +471,14 @@ def test_status_shows_the_stored_prefixes(tmp_path: Path, coordinator: str) -> N
     assert "prefixes" not in _status_text(describe(pipeline)), "an older coordinator says nothing of them"
 
 
+def test_status_shows_an_address_to_connect_to(tmp_path: Path, coordinator: str) -> None:
+    Answers.answers = {"/v1/pipeline": (401, {}), "/health": (200, {"status": "ready"})}
+    facts = described(tmp_path, coordinator.replace("127.0.0.1", "0.0.0.0"))
+    (entry,) = (entry for entry in facts["processes"] if entry["name"] == "coordinator")
+    entry["address"] = "http://10.0.0.9:8080"
+    assert _status_text(facts).splitlines()[0].endswith(", http://10.0.0.9:8080/v1")
+
+
 def test_status_of_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -34,7 +34,10 @@ _FOUND = f"{__name__}.found"  # in a click context: the pipeline of this machine
 
 
 def chosen_url(ctx: click.Context, _: click.Parameter, url: str | None) -> str:
-    """Return the coordinator's address: given, or of the pipeline that runs here. Raises UsageError."""
+    """Return the coordinator's address: given, or of the pipeline that runs here.
+
+    Raises UsageError, or StartError for a pipeline that has no address yet.
+    """
     name = ctx.params.get("pipeline")
     if url and name:
         raise UsageError("give either --url or --pipeline, not both")
@@ -43,10 +46,12 @@ def chosen_url(ctx: click.Context, _: click.Parameter, url: str | None) -> str:
     from relayline.deploy.launch.control import find
 
     found = find(name, None)
-    if found is None or not (found.is_running and found.state.url):
+    if found is None or not found.is_running:
         if name:
             raise UsageError(f"{name} does not run here; `relayline status` shows what does")
         return DEFAULT_URL
+    if not found.state.url:
+        raise StartError(f"{found.state.name} is still starting; `relayline status` shows what it waits for")
     ctx.meta[_FOUND] = found
     return found.state.url
 

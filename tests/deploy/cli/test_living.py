@@ -44,7 +44,7 @@ from relayline.deploy.launch.tell import curl_of
 from relayline.deploy.models.splits import split_for, split_place
 from relayline.deploy.planning import compare
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 
 
@@ -145,6 +145,13 @@ def test_commands_find_the_coordinator_and_its_key_by_themselves(tmp_path: Path)
     running_here("gone", pid=1)
     with pytest.raises(UsageError, match="gone does not run here"):
         looked_at("--pipeline", "gone")
+
+
+@pytest.mark.parametrize("named", [(), ("--pipeline", "slow")])
+def test_a_pipeline_without_an_address_yet_is_said_to_be_starting(named: tuple[str, ...]) -> None:
+    running_here("slow", url="")
+    with pytest.raises(StartError, match="slow is still starting; `relayline status` shows what it waits for"):
+        looked_at(*named)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class BadInputError(UsageError):
     """A file that is no input of a batch. `problems`: (number of the line, 0 for the whole file, what is wrong)."""
 
     def __init__(self, path: Path, problems: list[tuple[int, str]], n_more: int = 0) -> None:
-        lines = [f"{path}, line {number}: {text}" if number else f"{path} {text}" for number, text in problems]
+        lines = [f"{path}, line {number}: {text}" if number else f"{path}: {text}" for number, text in problems]
         super().__init__("\n".join([*lines, *([f"{path}: {n_more:,} more lines are wrong"] if n_more else [])]))
         self.problems = problems
 
@@ -90,7 +90,7 @@ def check_input(
             n_bad += 1
             problems += [(number, str(error))] if n_bad <= PROBLEMS_SHOWN else []
         if len(prints) > n_max:
-            raise BadInputError(path, [(0, f"has more than {n_max:,} requests; split it")])
+            raise BadInputError(path, [(0, f"the file has more than {n_max:,} requests; split it")])
     every = np.frombuffer(prints, dtype=np.uint64) if prints else np.zeros(0, np.uint64)
     places = np.argsort(every, kind="stable")
     in_order = every[places]
@@ -101,7 +101,7 @@ def check_input(
     if n_bad:
         raise BadInputError(path, problems, n_bad - len(problems))
     if not len(every):
-        raise BadInputError(path, [(0, "has no requests")])
+        raise BadInputError(path, [(0, "the file has no requests")])
     return Known(salt, in_order, places, np.zeros(len(every), np.bool_))
 
 

@@ -128,7 +128,8 @@ def _object(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise LineError(f"it is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise LineError(f"it is {_shown(found)}; it must be a JSON object")
+        shown = "null" if found is None else _shown(found)
+        raise LineError(f"it is {shown}; it must be a JSON object")
     return found
 
 

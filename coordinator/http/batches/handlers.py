@@ -25,6 +25,7 @@ from relayline.coordinator.http.edge.errors import HttpRefusal, using_disk
 from relayline.coordinator.http.edge.key_file import ApiKey
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.wire.common.errors import FileNotStoredError, InvalidRequestError, NotServedError
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
@@ -122,10 +123,7 @@ class BatchHandlers:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/batches."""
         keeper = _keeper(request)
-        try:
-            body = msgspec.json.decode(await read_small(request), type=BatchBody)
-        except msgspec.MsgspecError as error:
-            raise InvalidRequestError(str(error)) from None
+        body = decode_body(await read_small(request), BatchBody)
         if body.endpoint not in SERVED_URLS:
             raise InvalidRequestError.of_field("endpoint", f"must be one of {', '.join(SERVED_URLS)}")
         window_s = _window_of(body.completion_window)

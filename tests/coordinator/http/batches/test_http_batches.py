@@ -102,7 +102,8 @@ async def test_requests_of_a_batch_run_below_all_others_and_leave_a_lane(tokeniz
         (request_lines("a", "b") + b"{\n", (3, "it is no JSON")),
         (request_lines("a") * 2, (2, "its custom_id 'a' is that of line 1 too")),
         (request_lines("a", url="/v1/embeddings"), (1, "its url is /v1/embeddings; the batch is of /v1/completions")),
-        (b"\n", (None, "has no requests")),
+        (b"\n", (None, "the file has no requests")),
+        (b"null", (1, "it is null; it must be a JSON object")),
         (request_lines(*map(str, range(9))), (None, "has more than 8 requests")),
     ],
 )
@@ -274,6 +275,29 @@ async def test_a_batch_that_cannot_be_is_refused(
         assert says in found.value.message
         with pytest.raises(openai.NotFoundError):
             await client.batches.create(input_file_id="file-x", endpoint="/v1/completions", completion_window="24h")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        (b"", None, "the body is empty"),
+        (b"{}", "input_file_id", "input_file_id: required field is missing"),
+        (b'{"input_file_id":5}', "input_file_id", "input_file_id: expected str, got int"),
+        (b'{"input_file_id":"\xff"}', None, "the body is not UTF-8"),
+        (b'{"x":' + b"[" * 8_000 + b"]" * 8_000 + b"}", None, "nested too deeply"),
+    ],
+)
+async def test_a_body_that_makes_no_batch_is_the_clients_mistake(
+    tokenizer: Tokenizer, tmp_path: Path, body: bytes, param: str | None, says: str
+) -> None:
+    async with (
+        serving_batches(tokenizer, tmp_path) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/batches", data=body) as response,
+    ):
+        error = (await response.json())["error"]
+        assert (response.status, error["param"]) == (400, param)
+        assert says in error["message"]
 
 
 async def test_uploads_have_bounds_and_leave_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:

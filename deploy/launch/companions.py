@@ -55,7 +55,7 @@ def with_companions(manifest: Manifest, reference: str) -> Manifest:
 def check_companions_here(serving: ServingSettings) -> None:
     """Raise UsageError or ModelFileError for a file that is missing or unusable, before the model is known."""
     if serving.mmproj not in ("", AUTO_PROJECTOR):
-        read_projector(Path(serving.mmproj))
+        read_projector(expanded(serving.mmproj))
     read_named(serving.lora)
     if serving.draft_model:
         check_here(serving.draft_model)

@@ -16,6 +16,7 @@ from relayline.deploy.manifest.model import AUTO_PROJECTOR
 from relayline.deploy.models.hub_choice import projector_among
 from relayline.deploy.models.model_source import projector_of, resolve_model, resolve_projector
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.places import expanded
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
 
@@ -23,16 +24,18 @@ log = logging.getLogger("relayline.up")
 
 
 def with_projector(manifest: Manifest, reference: str) -> Manifest:
-    """Return the manifest with the projector that `auto` means, loaded from the hub if it is there.
+    """Return the manifest with its projector as an absolute path: with `auto` the one that this means, loaded from the
+    hub if it is there.
 
     `reference`: the model as the user named it, where the manifest has only its path; a projector of its repository
     that is not asked for is named in a line of the log. Raises ModelFileError where there is none.
     """
-    if manifest.serving.mmproj == AUTO_PROJECTOR:
-        path = _of_manifest(manifest, reference)
-        log.info("projector: %s", path)
+    if named := manifest.serving.mmproj:
+        path = _of_manifest(manifest, reference) if named == AUTO_PROJECTOR else expanded(named).absolute()
+        if named == AUTO_PROJECTOR:
+            log.info("projector: %s", path)
         return override(manifest, {entry_of(ServingSettings, "mmproj").place: str(path)})
-    if reference and not manifest.serving.mmproj and (name := projector_of(reference)):
+    if reference and (name := projector_of(reference)):
         log.info("images and audio are not served; the repository has a projector, %s; --mmproj auto uses it", name)
     return manifest
 

@@ -34,6 +34,18 @@ def test_paths_become_absolute_and_names_and_scales_stay(tmp_path: Path, monkeyp
     assert manifest.serving.lora == f"{tmp_path}/a.gguf:1.0,sql={tmp_path}/b.gguf:0.25"
 
 
+@pytest.mark.parametrize(
+    ("named", "path"), [("deep/image.gguf", "{here}/deep/image.gguf"), ("~/a.gguf", "/home/me/a.gguf")]
+)
+def test_a_projector_that_is_named_by_a_flag_is_where_the_user_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    manifest = override(smallest_manifest(tmp_path / "model.gguf"), {"coordinator.mmproj": named})
+    assert with_companions(manifest, "").serving.mmproj == path.format(here=tmp_path)
+
+
 def test_a_file_that_is_no_adapter_is_refused_before_anything_else(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model.gguf")
     with pytest.raises(ModelFileError, match="not 'adapter'"):

@@ -1,4 +1,5 @@
-"""Audio files before llama.cpp unpacks them: how long they are, and headers that say no more than is there. Pure.
+"""Audio files before llama.cpp unpacks them: how long they are, and headers that say no more than is there; and what
+they hold once they are unpacked. Pure.
 
 llama.cpp takes as much memory as a header says, so one of a few bytes could ask for all that a host has.
 """
@@ -6,6 +7,9 @@ llama.cpp takes as much memory as a header says, so one of a few bytes could ask
 from __future__ import annotations
 
 import struct
+
+import numpy as np
+import numpy.typing as npt
 
 from relayline.wire.common.bounds import AUDIO_SECONDS_MAX
 from relayline.wire.common.errors import InvalidRequestError
@@ -19,6 +23,7 @@ _TAG_BYTES = 65_536  # of an MP3, behind its ID3 tag, in which its first frame i
 _FRAME_SAMPLES = 1_152  # of an MP3, at most in one of its frames
 _STREAM_INFO_BYTES = 42  # of a FLAC: its mark, and its first block
 _FLAC_RATE_MAX = 192_000  # frames a second; unpacking takes time for each of them
+SAMPLE_MAX = 1 << 31  # as in the widest of whole numbers; where samples are floats, sound is between -1 and 1
 _FLAC_SAMPLES_MAX = AUDIO_SECONDS_MAX * 48_000 * 2  # of all channels: the longest audio as DVDs have it
 
 
@@ -43,6 +48,12 @@ def check_seconds(n_frames: int, rate: int) -> None:
     if n_frames > AUDIO_SECONDS_MAX * rate:
         text = f"audio of {n_frames // rate} seconds; at most {AUDIO_SECONDS_MAX} are taken"
         raise InvalidRequestError(text)
+
+
+def check_samples(samples: npt.NDArray[np.float32]) -> None:
+    """Raise InvalidRequestError where unpacked audio is no sound: an encoder would make no finite rows of it."""
+    if not -SAMPLE_MAX <= samples.min() <= samples.max() <= SAMPLE_MAX:  # nor for NaN
+        raise InvalidRequestError(f"the audio file has samples that are no numbers, or beyond {SAMPLE_MAX}")
 
 
 def _wave(data: bytes) -> bytes:

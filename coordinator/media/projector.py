@@ -19,7 +19,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from relayline.coordinator.media.audio_headers import check_seconds, checked
+from relayline.coordinator.media.audio_headers import check_samples, check_seconds, checked
 from relayline.coordinator.media.cleared_rows import clearing
 from relayline.coordinator.media.parts import Takes, is_audio_file
 from relayline.coordinator.media.segments import Grid, Segment, n_rows_in
@@ -138,7 +138,10 @@ class Projector:
         if not made.bitmap:
             raise InvalidRequestError(f"the audio cannot be read: {self._errors.reason()}")
         try:
-            check_seconds(mtmd.mtmd_bitmap_get_nx(made.bitmap), mtmd.mtmd_get_audio_sample_rate(self._context))
+            n_samples = mtmd.mtmd_bitmap_get_nx(made.bitmap)
+            check_seconds(n_samples, mtmd.mtmd_get_audio_sample_rate(self._context))
+            samples = ctypes.cast(mtmd.mtmd_bitmap_get_data(made.bitmap), ctypes.POINTER(ctypes.c_float))
+            check_samples(np.ctypeslib.as_array(samples, (n_samples,)))
         except InvalidRequestError:
             mtmd.mtmd_bitmap_free(made.bitmap)
             raise
@@ -217,9 +220,11 @@ def pixels_of(data: bytes) -> npt.NDArray[np.uint8]:
                     upright = Image.new("RGBA", clear.size, "white")
                     upright.alpha_composite(clear)
                 return np.array(upright.convert("RGB"), np.uint8)
+    except Image.DecompressionBombError:  # Pillow looks for itself, too
+        raise InvalidRequestError(f"the image has far too many pixels; at most {IMAGE_PIXELS_MAX} are taken") from None
     except UnidentifiedImageError:
         raise InvalidRequestError("it is no image that can be read") from None
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise InvalidRequestError(f"the image cannot be read: {str(error)[:200]}") from None
 
 

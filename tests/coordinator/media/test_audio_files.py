@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayline.coordinator.media.audio_headers import checked
+from relayline.coordinator.media.audio_headers import SAMPLE_MAX, checked
 from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.media.parts import Takes, take_media
 from relayline.coordinator.media.projector import no_more_memory_than
@@ -75,8 +75,10 @@ def test_a_projector_takes_what_it_encodes() -> None:
         take_media(chat(image), AUDIO)
 
 
-def wave_of(data: bytes, *, code: int = 1, rate: int = 8_000, size: int | None = None, before: bytes = b"") -> bytes:
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, code, 1, rate, 2 * rate, 2, 16)
+def wave_of(
+    data: bytes, *, code: int = 1, rate: int = 8_000, size: int | None = None, before: bytes = b"", n_bytes: int = 2
+) -> bytes:
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, code, 1, rate, n_bytes * rate, n_bytes, 8 * n_bytes)
     body = form + before + struct.pack("<4sI", b"data", len(data) if size is None else size) + data
     return struct.pack("<4sI4s", b"RIFF", 4 + len(body), b"WAVE") + body
 
@@ -146,6 +148,11 @@ def test_audio_is_encoded_and_bad_files_leave_the_process_alive(encoder: Encoder
     ):
         with pytest.raises(InvalidRequestError, match="cannot be read"):
             encoder.encode(bad, 100)
+    for sample in (np.nan, np.inf, -np.inf, 1e30):
+        with pytest.raises(InvalidRequestError, match="samples that are no numbers, or beyond"):
+            encoder.encode(wave_of(np.full(4_000, sample, "<f4").tobytes(), code=3, n_bytes=4), 100)
+    loud = np.full(4_000, -SAMPLE_MAX / 2, "<f4").tobytes()  # less: unpacking rounds
+    assert encoder.encode(wave_of(loud, code=3, n_bytes=4), 100)[0] == [25]
     assert (encoder.encode(WAV, 100)[1] == rows).all()
     assert encoder._process is process
 

@@ -53,12 +53,27 @@ def with_companions(manifest: Manifest, reference: str) -> Manifest:
 
 
 def check_companions_here(serving: ServingSettings) -> None:
-    """Raise UsageError or ModelFileError for a file that is missing or unusable, before the model is known."""
+    """Raise UsageError or ModelFileError for a file that is missing or unusable, before the model is known; UsageError
+    for a directory that is none, or that two kinds of things are to be kept in.
+    """
+    _check_kept_directories(serving)
     if serving.mmproj not in ("", AUTO_PROJECTOR):
         read_projector(expanded(serving.mmproj))
     read_named(serving.lora)
     if serving.draft_model:
         check_here(serving.draft_model)
+
+
+def _check_kept_directories(serving: ServingSettings) -> None:
+    flag_of: dict[Path, str] = {}
+    for name in KEPT_DIRECTORIES:
+        if directory := getattr(serving, name):
+            flag, path = entry_of(ServingSettings, name).flag, expanded(directory).resolve()
+            if path.exists() and not path.is_dir():
+                raise UsageError(f"{flag} {directory}: is not a directory")
+            if path in flag_of:
+                raise UsageError(f"{flag_of[path]} and {flag} are the same directory, {path}; give each its own")
+            flag_of[path] = flag
 
 
 def check_companions(manifest: Manifest, model: Path) -> None:

@@ -43,6 +43,8 @@ BAD_FILES = {
     "--chat-template TEMPLATE": "does not compile",
     "--mmproj NONE": "no such file",
     "--mmproj BAD": "BAD",
+    "--responses-dir BAD": "--responses-dir BAD: is not a directory",
+    "--responses-dir NONE --batch-dir NONE": "--responses-dir and --batch-dir are the same directory, NONE",
     "--tls NONE": "no such directory",
     "--token-file NONE": "no such file",
     "--jaeger-url box": "give an address",

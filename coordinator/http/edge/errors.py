@@ -74,7 +74,7 @@ def error_body(error: RelaylineError) -> ErrorBody:
     """Return the body that carries `error`."""
     status = http_status(error)
     param = error.param if isinstance(error, InvalidRequestError) else None
-    kind = "invalid_request_error" if error.fault is Fault.CLIENT else _TYPES.get(status, "server_error")
+    kind = _TYPES.get(status, "invalid_request_error" if error.fault is Fault.CLIENT else "server_error")
     after_s = retry_after_s(error)
     again = msgspec.UNSET if after_s is None else after_s
     return ErrorBody(ErrorDetail(_line(error.message), kind, param, _CODES.get(error.label, error.label), again))

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
+from relayline.coordinator.http.edge.errors import error_body, retry_headers
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.replies import reply as replies
 from relayline.coordinator.http.replies.dialects import CompletionDialect
@@ -24,7 +26,21 @@ from relayline.coordinator.sessions.generation import GenerationRequest, TokenEv
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_no_tokenizer, write_tokenizer
 from relayline.wire.common import logs
-from relayline.wire.common.errors import HandshakeError, StartError
+from relayline.wire.common.errors import (
+    HandshakeError,
+    LaneLimitError,
+    ModelNotFoundError,
+    NativeError,
+    NotReadyError,
+    NotServedError,
+    OverloadedError,
+    RateLimitError,
+    RelaylineError,
+    RequestCancelledError,
+    StageLostError,
+    StartError,
+    http_status,
+)
 from relayline.wire.common.phase import Phase
 from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Served, serving, tokens
 
@@ -258,6 +274,31 @@ async def test_malformed_http_is_logged_in_one_line(
     assert f"request cannot be read: {problem}" in line
     assert "secret" not in line
     assert "secret" not in logs.recent_lines(1)[0].text
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code", "headers"),
+    [
+        (OverloadedError("x", 7), 429, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": "7"}),
+        (OverloadedError("x", 0), 429, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": "1"}),
+        (RateLimitError("x", 9), 429, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": "9"}),
+        (LaneLimitError("x"), 429, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": "1"}),
+        (NotReadyError("x"), 503, "service_unavailable_error", "not_ready", {"Retry-After": "2"}),
+        (StageLostError("x"), 503, "service_unavailable_error", "stage_lost", {"Retry-After": "1"}),
+        (ModelNotFoundError("x", "model"), 404, "invalid_request_error", "model_not_found", {}),
+        (NotServedError("x"), 501, "server_error", "not_implemented", {"x-should-retry": "false"}),
+        (RequestCancelledError("x"), 499, "server_error", "request_cancelled", {}),
+        (NativeError("x"), 500, "server_error", "native", {"x-should-retry": "false"}),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, RelaylineError) else "",
+)
+def test_errors_have_openais_form(
+    error: RelaylineError, status: int, kind: str, code: str, headers: dict[str, str]
+) -> None:
+    found, after = error_body(error).error, headers.get("Retry-After")
+    assert (http_status(error), found.type, found.code, retry_headers(error)) == (status, kind, code, headers)
+    assert found.param == getattr(error, "param", None)
+    assert found.retry_after_s == (msgspec.UNSET if after is None else int(after))
 
 
 async def test_an_error_that_retrying_cannot_mend_says_so(tokenizer: Tokenizer) -> None:

@@ -18,9 +18,16 @@ from relayline.coordinator.joining.sleeper import Sleeper
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.tenants import Level, Tenant
-from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    RelaylineError,
+    StageLostError,
+    UsageError,
+)
 from relayline.wire.common.phase import HostState, Phase
-from tests.coordinator.engine.test_conductor import FACTS
+from tests.coordinator.engine.test_conductor import FACTS, request
 from tests.coordinator.engine.test_reconnect import joined, serve
 from tests.support.polling import pause
 
@@ -31,16 +38,18 @@ NAMES = ("a", "b")
 class FakePipeline:
     """A conductor with its epochs, which end and begin as the test says."""
 
-    def __init__(self) -> None:
-        serving = SimpleNamespace(sleep_idle_s=0.0, takeover_s=0.0)
+    def __init__(self, idle_s: float = 0.0) -> None:
+        serving = SimpleNamespace(sleep_idle_s=idle_s, takeover_s=0.0)
         self.config = SimpleNamespace(serving=serving)
         config = ConductorConfig(ScheduleConfig(draft=0), NAMES, 100, lost_wait_s=15.0)
         self.conductor = Conductor(config, lambda _: False, itertools.count(1), 0)
         self.moves = SimpleNamespace(is_open=False, latest=None)
         self.n_given_up = 0
+        self.others: list[str] = []
+        """What those heard who attached before."""
         self.epochs: Any = SimpleNamespace(
-            on_ended=lambda: None,
-            on_stands=lambda: None,
+            on_ended=lambda: self.others.append("ended"),
+            on_stands=lambda: self.others.append("stands"),
             ready=asyncio.Event(),
             connection=None,
             route_id=7,
@@ -112,6 +121,71 @@ async def asleep() -> AsyncIterator[World]:
             yield world
         finally:
             await world.sleeper.close()
+
+
+async def test_stages_at_given_addresses_do_not_sleep() -> None:
+    pipeline: Any = FakePipeline()
+    fixed = Sleeper(pipeline, None, Observer())
+    for asked in (fixed.ask, fixed.wake):
+        with pytest.raises(InvalidRequestError, match="stages at given addresses do not sleep"):
+            await asked()
+    never: Any = FakePipeline(idle_s=5.0)
+    with pytest.raises(UsageError, match="--sleep-idle-seconds: stages at given addresses do not sleep"):
+        Sleeper(never, None, Observer())
+    assert Sleeper(never, joined(*NAMES), Observer()).describe()["after_s"] == 5.0
+
+
+async def test_others_that_follow_the_epochs_go_on_doing_so() -> None:
+    async with asleep() as world:
+        waking = asyncio.create_task(world.sleeper.wake())
+        await world.until_told(True, False)
+        world.pipeline.connect()
+        await waking
+        assert world.pipeline.others == ["stands", "ended", "stands"]
+
+
+async def test_a_request_wakes_it() -> None:
+    async with asleep() as world:
+        assert world.pipeline.describe_sleep(0)["state"] == "asleep"
+        world.pipeline.on_opened()
+        await world.until_told(True, False)
+
+
+async def test_told_to_sleep_while_a_request_runs_it_does_so_by_itself_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "BEAT_EVERY_S", 0.001)
+    world = World()
+    async with asyncio.timeout(WAIT_S):
+        world.pipeline.connect()
+        opened, _ = world.pipeline.conductor.open(request("r"), 0)
+        found = await world.sleeper.ask()
+        assert (found["is_sleeping"], found["requests"], found["is_asked"]) == (False, 1, True)
+        world.pipeline.conductor.left(opened.session_id, 0)
+        await world.until_told(True)
+        await world.sleeper.close()
+
+
+async def test_helpers_free_their_memory_too_and_one_that_fails_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with asleep() as world:
+        rested: list[bool] = []
+
+        async def helps(is_asleep: bool) -> None:
+            rested.append(is_asleep)
+
+        async def fails(is_asleep: bool) -> None:
+            raise ValueError("a bug")
+
+        world.sleeper.helpers += [fails, helps]
+        waking = asyncio.create_task(world.sleeper.wake())
+        await world.until_told(True, False)
+        world.pipeline.connect()
+        await waking
+        await world.sleeper.ask()
+        await world.until_told(True, False, True)
+        while rested != [False, True]:
+            await pause()
+    assert caplog.messages.count("a helper of the coordinator neither sleeps nor wakes") == 2
 
 
 async def test_awake_is_said_only_once_requests_can_start() -> None:

@@ -67,6 +67,25 @@ def test_attributes_are_ours_or_of_a_convention() -> None:
             assert words[-1] in ("s", "ns"), f"{name}: a time, without its unit"
 
 
+def test_names_of_conventions_are_spelled_as_there() -> None:
+    """Boards and searches of other tools know these. A name that is in no convention begins with ours."""
+    assert set(constants("GEN_AI_", "HTTP_", "URL_", "SERVER_", "CLIENT_", "ERROR_", "RESOURCE_SERVICE_").values()) == {
+        "relayline",  # the value of gen_ai.provider.name
+        "gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.output.type",
+        "gen_ai.request.model", "gen_ai.request.max_tokens", "gen_ai.request.temperature", "gen_ai.request.top_p",
+        "gen_ai.request.top_k", "gen_ai.request.frequency_penalty", "gen_ai.request.presence_penalty",
+        "gen_ai.request.seed", "gen_ai.request.stream", "gen_ai.request.choice.count",
+        "gen_ai.response.id", "gen_ai.response.model", "gen_ai.response.finish_reasons",
+        "gen_ai.response.time_to_first_chunk",
+        "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens",
+        "gen_ai.usage.reasoning.output_tokens", "gen_ai.input.messages", "gen_ai.output.messages",
+        "http.request.method", "http.route", "http.response.status_code",
+        "http.request.header.x-request-id", "http.response.header.x-request-id",
+        "url.path", "url.scheme", "server.address", "server.port", "client.address", "error.type",
+        "service.name", "service.namespace", "service.instance.id", "service.version",
+    }  # fmt: skip
+
+
 def test_no_name_is_used_twice() -> None:
     for prefix in ("ATTR_", "METRIC_", "GEN_AI_", "SPAN_", "LINK_", "LABEL_"):
         twice = [name for name, n in Counter(constants(prefix).values()).items() if n > 1]

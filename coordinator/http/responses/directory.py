@@ -92,9 +92,12 @@ class ResponseDirectory:
 
     def used(self, ids: Iterable[str]) -> None:
         """Note that these were used now, in this order. Raises OSError."""
-        for id in ids:
-            if self._is_stored(id):
-                os.utime(self.path / STORED / id)
+        for at, id in enumerate(ids):
+            path = self.path / STORED / id
+            if path.exists():
+                os.utime(path)
+                used_ns = path.stat().st_mtime_ns + at  # the system's clock of files stands still for milliseconds
+                os.utime(path, ns=(used_ns, used_ns))
 
     def _is_stored(self, id: str) -> bool:
         return (self.path / STORED / id).exists()

@@ -79,6 +79,25 @@ def test_an_empty_file_and_a_line_too_long_are_refused(tmp_path: Path, monkeypat
         check_input(write(tmp_path / "many", [request("a"), request("b"), request("c")]), n_max=2)
 
 
+def test_as_many_requests_and_bytes_as_allowed_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "in", [request("a"), request("b")])
+    monkeypatch.setattr(input_file, "LINE_BYTES_MAX", len(request("a")) + 1)
+    assert left(path, check_input(path, n_max=2)) == ["a", "b"]
+    with pytest.raises(UsageError, match=f"^{path}, line 2: it has more than"):
+        check_input(write(path, [request("a"), request("bc")]))
+
+
+def test_it_says_how_far_it_has_come_and_of_what_url_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_file, "REPORT_LINES", 2)
+    path = write(tmp_path / "in", [request(name) for name in "abcde"])
+    seen: list[int] = []
+    check_input(path, seen.append, url="/v1/completions")
+    assert seen == [2, 4]
+    with pytest.raises(input_file.BadInputError, match="its url is /v1/completions; the batch is of /v1/x") as found:
+        check_input(path, url="/v1/x")
+    assert [number for number, _ in found.value.problems] == [1, 2, 3, 4, 5]
+
+
 def test_memory_does_not_grow_with_the_text_of_a_file(tmp_path: Path) -> None:
     n_lines, path = 2_000, tmp_path / "in"
     write(path, [request(f"{number}-" + "x" * 400) for number in range(n_lines)])

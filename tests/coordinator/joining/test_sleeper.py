@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
-from relayline.coordinator.engine.sleep import WAKE_MAX_S
+from relayline.coordinator.engine.sleep import WAKE_MAX_S, SleepState
 from relayline.coordinator.joining import sleeper as sleeping
 from relayline.coordinator.joining.sleeper import Sleeper
 from relayline.coordinator.observe.observer import Observer
@@ -44,7 +44,7 @@ class FakePipeline:
         config = ConductorConfig(ScheduleConfig(draft=0), NAMES, 100, lost_wait_s=15.0)
         self.conductor = Conductor(config, lambda _: False, itertools.count(1), 0)
         self.moves = SimpleNamespace(is_open=False, latest=None)
-        self.n_given_up = 0
+        self.n_given_up, self.ends_at_once = 0, True
         self.others: list[str] = []
         """What those heard who attached before."""
         self.epochs: Any = SimpleNamespace(
@@ -80,6 +80,11 @@ class FakePipeline:
     def _lose(self, error: RelaylineError) -> None:
         self.epochs.ready.clear()
         self.conductor.lost(error, 0, is_planned=isinstance(error, NotReadyError))
+        if self.ends_at_once:
+            self.end()
+
+    def end(self) -> None:
+        """Everything of the epoch that was lost is closed."""
         self.epochs.connection = None
         self.epochs.on_ended()
 
@@ -238,6 +243,47 @@ async def test_told_to_sleep_it_says_so_once_its_stages_have_freed_their_memory(
         world.freed.set()
         assert (await asking)["is_sleeping"]
         await world.sleeper.close()
+
+
+async def test_told_to_sleep_and_to_wake_it_waits_for_the_epoch_to_end() -> None:
+    world = World()
+    world.pipeline.ends_at_once = False
+    async with asyncio.timeout(WAIT_S):
+        world.pipeline.connect()
+        asking = asyncio.create_task(world.sleeper.ask())
+        while world.sleeper.sleep.state is not SleepState.FALLING:
+            await pause()
+        waking = asyncio.create_task(world.sleeper.wake())
+        await pause()
+        assert not asking.done()
+        assert not waking.done()
+        world.pipeline.end()
+        world.pipeline.connect()
+        assert ((await asking)["is_sleeping"], (await waking)["state"]) == (False, "awake")
+        await world.sleeper.close()
+
+
+async def test_told_to_wake_while_it_connects_it_says_awake_once_it_has() -> None:
+    world = World()
+    async with asyncio.timeout(WAIT_S):
+        world.pipeline.connect()
+        world.pipeline.epochs.lose(StageLostError("a link was lost"))
+        waking = asyncio.create_task(world.sleeper.wake())
+        await pause()
+        assert not waking.done()
+        world.pipeline.connect()
+        assert (await waking)["state"] == "awake"
+        await world.sleeper.close()
+
+
+async def test_a_stage_that_leaves_ends_the_wait_for_its_load() -> None:
+    async with asleep() as world:
+        waking = asyncio.create_task(world.sleeper.wake())
+        await world.until_told(True, False)
+        world.roster.leave(world.tickets["b"], "gone")
+        world.sleeper.left("b")
+        with pytest.raises(NotReadyError, match="the pipeline is recovering; it waits for b"):
+            await waking
 
 
 async def test_told_to_sleep_its_pipeline_takes_nothing_of_batches() -> None:

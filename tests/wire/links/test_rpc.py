@@ -286,3 +286,13 @@ def test_channel_options_equal_the_bounds():
         assert options["grpc.keepalive_time_ms"] == bounds.KEEPALIVE_TIME_MS
     # A server that allows fewer pings than its clients send ends their connections with "too_many_pings".
     assert dict(rpc.SERVER_OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"] < bounds.KEEPALIVE_TIME_MS
+
+
+def test_options_that_only_count_when_something_goes_wrong():
+    channel, server = dict(rpc.CHANNEL_OPTIONS), dict(rpc.SERVER_OPTIONS)
+    for options in (channel, server):  # a link in a long prefill sends nothing, and is looked after all the same
+        assert (options["grpc.keepalive_permit_without_calls"], options["grpc.http2.max_pings_without_data"]) == (1, 0)
+    assert channel["grpc.enable_retries"] == channel["grpc.enable_http_proxy"] == 0
+    assert channel["grpc.use_local_subchannel_pool"] == 1
+    assert (server["grpc.http2.max_ping_strikes"], server["grpc.so_reuseport"]) == (0, 0)
+    assert server["grpc.max_concurrent_streams"] == bounds.CALLS_PER_CONNECTION_MAX

@@ -76,11 +76,11 @@ def test_nobody_else_may_read_it(tmp_path: Path) -> None:
 
 
 def test_they_come_in_the_order_of_their_last_use(tmp_path: Path) -> None:
-    put(tmp_path, response(1), response(2), response(3))
-    directory = ResponseDirectory(tmp_path)
-    directory.used([id_of(2), id_of(9), id_of(1)])  # one of them is gone
+    put(tmp_path, *(response(number) for number in range(1, 9)))
+    directory, order = ResponseDirectory(tmp_path), (4, 2, 7, 1, 3, 8)
+    directory.used([id_of(99), *map(id_of, order)])  # one of them is gone
     directory.close()
-    assert ids_in(tmp_path)[0] == id_of(3)
+    assert ids_in(tmp_path) == [*map(id_of, (5, 6, *order))]
 
 
 def test_the_oldest_ones_beyond_the_bounds_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import openai
 import pytest
 
 from relayline.coordinator.http.responses.asking import REFERENCES_MAX, references
-from relayline.coordinator.http.responses.store import ResponseStore, Stored
+from relayline.coordinator.http.responses.recording import Recording
+from relayline.coordinator.http.responses.store import ITEM_BYTES, ResponseStore, Stored
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
@@ -427,6 +428,21 @@ def test_the_store_keeps_its_bounds_and_a_conversation_together() -> None:
     assert not store.put(stored("e", 3_000))
     assert store.n_bytes <= 2_000
     assert store.chain("a2", "") == "a2"
+
+
+def test_all_of_a_response_counts_for_the_bound_of_bytes() -> None:
+    recording = Recording()
+    recording.add(b"data: 1\n\n")
+    items = [("item_1", b"x" * 70), ("item_2", b"")]
+    whole = Stored("a", "", b"{}", items, [("msg_1", b"y" * 30)], None, True, recording)
+    assert whole.items_bytes == 100 + 3 * ITEM_BYTES
+    assert whole.n_bytes == 2 + whole.items_bytes + recording.n_bytes
+    assert recording.n_bytes > 0
+    exact = ResponseStore(bytes_max=whole.n_bytes)
+    assert exact.put(whole)
+    assert exact.put(stored("b"))
+    assert (len(exact), exact.get("a", ""), exact.n_bytes) == (1, None, stored("b").n_bytes)
+    assert not ResponseStore(bytes_max=whole.n_bytes - 1).put(whole)
 
 
 def test_the_store_shows_a_response_to_its_owner_only() -> None:

@@ -89,6 +89,20 @@ class FakePipeline:
         self.epochs.on_ended()
 
 
+class Listening(Observer):
+    """Notes what it hears of sleeps, and for how long stages loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str | float] = []
+
+    def slept(self) -> None:
+        self.heard.append("slept")
+
+    def woke(self, took_s: float, now_ns: int) -> None:
+        self.heard.append(took_s)
+
+
 class World:
     """A pipeline of the stages a and b that sleeps, and what its stages were told."""
 
@@ -96,7 +110,8 @@ class World:
         self.roster = joined(*NAMES)
         self.tickets = {name: serve(self.roster, name) for name in NAMES}
         self.pipeline: Any = FakePipeline()
-        self.sleeper = Sleeper(self.pipeline, self.roster, Observer())
+        self.observer = Listening()
+        self.sleeper = Sleeper(self.pipeline, self.roster, self.observer)
         self.told: list[bool] = []
         done = asyncio.Event()
         done.set()
@@ -274,6 +289,44 @@ async def test_told_to_wake_while_it_connects_it_says_awake_once_it_has() -> Non
         world.pipeline.connect()
         assert (await waking)["state"] == "awake"
         await world.sleeper.close()
+
+
+async def test_no_epoch_is_begun_with_stages_that_sleep_or_load() -> None:
+    async with asleep() as world:
+        beginning = asyncio.create_task(world.pipeline.epochs.rested())
+        await pause()
+        assert not beginning.done(), "they sleep"
+        world.roster.leave(world.tickets["b"], "it starts again")
+        world.sleeper.sleep._missing = list  # it is back, and not ready yet
+        waking = asyncio.create_task(world.sleeper.wake())
+        await world.until_told(True, False)
+        await pause()
+        assert not beginning.done(), "they load"
+        world.sleeper.left("b")
+        await beginning  # from here on it is waited for like any lost one
+        with contextlib.suppress(NotReadyError):
+            await waking
+        await world.pipeline.epochs.rested()
+
+
+async def test_telemetry_and_the_log_hear_of_sleeps_and_of_how_long_wakes_took(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with asleep() as world:
+        assert world.observer.heard == ["slept"]
+        assert world.pipeline.epochs.is_planned, "the end of its epoch is no loss"
+        waking = asyncio.create_task(world.sleeper.wake())
+        await world.until_told(True, False)
+        world.sleeper.sleep.since_ns -= 3_000_000_000
+        world.pipeline.connect()
+        await waking
+        await world.sleeper.ask()
+        first, woke_s, second = world.observer.heard
+        assert (first, second) == ("slept", "slept")
+    assert 3 <= float(woke_s) < 3 + WAIT_S
+    lines = [vars(each)["fields"] for each in caplog.records if each.message == "pipeline woke"]
+    assert lines == [{"took_s": f"{float(woke_s):.3f}"}]
 
 
 async def test_a_stage_that_leaves_ends_the_wait_for_its_load() -> None:

@@ -235,6 +235,14 @@ def test_while_a_lost_stage_is_waited_for_the_others_free_their_memory_too() -> 
     assert world.after(IDLE_S) == FREE, "and again after a wake without it"
 
 
+def test_a_recovery_is_no_use_of_a_pipeline() -> None:
+    world = World()
+    assert world.after(IDLE_S - 1) == []
+    world.conductor.lost(StageLostError("a link was lost"), world.now_ns)
+    world.connect()
+    assert world.after(1) == ENDS
+
+
 def test_told_to_sleep_it_does_not_wait_for_a_lost_stage() -> None:
     world = World(idle_s=0)
     world.conductor.lost(StageLostError("a stage was lost"), world.now_ns)

@@ -75,8 +75,14 @@ def test_nobody_else_may_read_it(tmp_path: Path) -> None:
     assert (path / STORED / id_of(1)).stat().st_mode & 0o777 == 0o600
 
 
-def test_they_come_in_the_order_of_their_last_use(tmp_path: Path) -> None:
+def test_they_come_in_the_order_of_their_last_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, *(response(number) for number in range(1, 9)))
+    set_times = os.utime
+
+    def at_a_clock_that_stands(path: Path, *, ns: tuple[int, int] = (10**18, 10**18)) -> None:
+        set_times(path, ns=ns)
+
+    monkeypatch.setattr(os, "utime", at_a_clock_that_stands)
     directory, order = ResponseDirectory(tmp_path), (4, 2, 7, 1, 3, 8)
     directory.used([id_of(99), *map(id_of, order)])  # one of them is gone
     directory.close()
@@ -192,6 +198,78 @@ def test_all_answers_together_have_a_bound(tmp_path: Path, monkeypatch: pytest.M
     assert len(again.said(id_of(3))) == 1
     again.add(id_of(1), said)
     assert sum(path.stat().st_size for path in tmp_path.glob("*.tokens")) == 3 * n_bytes
+
+
+def test_all_requests_together_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = OrderFiles(tmp_path)
+    orders.begin(order(1))
+    n_bytes = (tmp_path / id_of(1)).stat().st_size
+    monkeypatch.setattr(order_files, "UNFINISHED_RESPONSES_BYTES_MAX", 2 * n_bytes)
+    orders.begin(order(2))
+    again = OrderFiles(tmp_path)
+    again.load()
+    for each in (orders, again):
+        with pytest.raises(OverloadedError, match=rf"have {3 * n_bytes} bytes .* send at most {2 * n_bytes} bytes"):
+            each.begin(order(3))
+    for number in (1, 2):
+        again.finished(id_of(number))
+    monkeypatch.setattr(order_files, "FILE_BYTES_MAX", n_bytes)
+    again.begin(order(3))
+    again.finished(id_of(3))
+    monkeypatch.setattr(order_files, "FILE_BYTES_MAX", n_bytes - 1)
+    with pytest.raises(OverloadedError, match=f"send at most {n_bytes - 1} bytes"):
+        again.begin(order(3))
+
+
+def test_a_start_finds_what_was_not_ended_and_nothing_else(tmp_path: Path) -> None:
+    orders = OrderFiles(tmp_path)
+    for number in (2, 1):
+        orders.begin(order(number))
+    orders.add(id_of(1), [TokenEvent(1, None, ())])
+    for _ in range(2):
+        orders.started(id_of(1))
+    (tmp_path / f"{id_of(9)}.tokens").write_bytes(b"of a request that is gone")
+    (tmp_path / f"{id_of(9)}.notes").write_text("somebody's own")
+    first, second = OrderFiles(tmp_path).load()
+    assert (first.order.id, first.has_begun, first.n_starts, first.order.sent) == (id_of(1), True, 2, None)
+    assert (second.order.id, second.has_begun, second.n_starts) == (id_of(2), False, 0)
+    names = {id_of(1), f"{id_of(1)}.tokens", f"{id_of(1)}.starts", id_of(2), f"{id_of(9)}.notes"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    orders.left([id_of(1), id_of(2)])
+    assert [each.n_starts for each in OrderFiles(tmp_path).load()] == [0, 0], "an end in order counts as none"
+
+
+def test_a_start_waits_for_the_disk_and_a_token_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_handle: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    orders = OrderFiles(tmp_path)
+    monkeypatch.setattr(os, "fsync", broken)
+    said = [
+        TokenEvent(1, -0.5, ((1, -0.5), (2, -1.0)), None, n_cached=3),
+        TokenEvent(2, None, (), "stop", is_end_token=True),
+    ]
+    for event in said:
+        orders.add(id_of(1), [event])
+    assert orders.said(id_of(1)) == said
+    with pytest.raises(OSError, match="Input/output error"):
+        orders.started(id_of(1))
+
+
+def test_one_that_was_stored_has_ended(tmp_path: Path) -> None:
+    directory = ResponseDirectory(tmp_path)
+    for number in (1, 2, 3):
+        directory.orders.begin(order(number))
+    directory.put(response(1))
+    assert not (tmp_path / UNFINISHED / id_of(1)).exists()
+    (tmp_path / STORED / id_of(2)).write_bytes((tmp_path / STORED / id_of(1)).read_bytes().replace(b"1", b"2"))
+    stored, unfinished = directory.load()  # as if the process had ended before it could forget the second
+    assert [each.order.id for each in unfinished] == [id_of(3)]
+    assert not (tmp_path / UNFINISHED / id_of(2)).exists()
+    assert id_of(1) in [each.id for each in stored]
+    directory.drop(id_of(3))
+    assert directory.load()[1] == []
+    directory.close()
 
 
 def test_what_is_long_is_written_as_it_is() -> None:

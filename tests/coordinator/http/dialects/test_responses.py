@@ -453,7 +453,7 @@ def test_the_store_shows_a_response_to_its_owner_only() -> None:
     assert store.items(["msg_a"], "you") == {}
     assert not store.delete("a", "you")
     assert store.delete("a", "me")
-    assert (len(store), store.n_bytes) == (0, 0)
+    assert (len(store), store.n_bytes, store._holder_of) == (0, 0, {})
 
 
 def test_the_items_that_a_body_refers_to_are_bounded() -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
-from relayline.deploy.cli.options import OUTPUT
+from relayline.deploy.cli.options import OUTPUT, Line
 from relayline.deploy.cli.paths import FileToRead, FileToWrite, write_text
+from relayline.deploy.launch.here import at_home
 from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.manifest.schema import SCHEMA_FILE
-from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, starter_text
+from relayline.deploy.manifest.smallest import smallest_manifest, with_hosts
+from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, StageHost, starter_text
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.units import GIB, bytes_text
 from relayline.wire.common.usable_cores import usable_cores
@@ -20,16 +22,23 @@ from relayline.wire.common.usable_cores import usable_cores
 @click.command("init", short_help="Write a commented manifest for this machine.")
 @click.option("--model", type=FileToRead(), default=None, help="GGUF file, or its first shard.")
 @click.option(
+    "--hosts", type=Line("host,..."), default="",
+    help="Hosts of its stages in layer order, separated by commas [default: here].",
+)  # fmt: skip
+@click.option(
     *OUTPUT, "output", type=FileToWrite(may_be_stdout=True), default=Path("pipeline.yaml"), show_default=True,
     help="File to write; - for stdout.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the file if there is one.")
-def init_command(model: Path | None, output: Path, force: bool) -> None:
-    """Write a manifest with two stages on this machine, ready for `relayline plan` and `relayline up`."""
+def init_command(model: Path | None, hosts: str, output: Path, force: bool) -> None:
+    """Write a manifest, ready for `relayline plan` and `relayline up`: of two stages on this machine, or of one stage
+    on each of --hosts.
+    """
     is_stdout = str(output) == "-"
     if not (is_stdout or force) and os.path.lexists(output):
         raise UsageError(f"{output} already exists; give --force to replace it, or another --output")
-    text = starter_text(machine_facts(), _choice(model, Path() if is_stdout else output.parent), str(SCHEMA_FILE))
+    choice = _choice(model, Path() if is_stdout else output.parent)
+    text = starter_text(machine_facts(), choice, str(SCHEMA_FILE), _stage_hosts(hosts, choice.path))
     # A file name that is not text (surrogates) is refused by the reader like any other wrong value.
     parse_manifest(text.encode("utf-8", "surrogateescape"), str(output))
     if is_stdout:
@@ -48,6 +57,15 @@ def machine_facts() -> MachineFacts:
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         has_gpu_build=bool(llama_cpp.llama_supports_gpu_offload()),
     )
+
+
+def _stage_hosts(hosts: str, model: str) -> list[StageHost]:
+    """Return a stage for each host, named as `plan --hosts` names it. Raises UsageError for one that is no host."""
+    if not hosts:
+        return []
+    given = with_hosts(smallest_manifest(Path(model)), [host.strip() for host in hosts.split(",")])
+    here = at_home(given)
+    return [StageHost(a.name, a.host, is_here=b.is_local) for a, b in zip(given.stages, here.stages, strict=True)]
 
 
 def _choice(model: Path | None, directory: Path) -> ModelChoice:

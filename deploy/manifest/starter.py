@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 
 N_STAGES = 2  # on processors; stages on one GPU would take turns
 MEMORY_SHARE = 0.8  # of the machine, for all its stages; the rest is the system's and the coordinator's
@@ -20,6 +21,17 @@ class MachineFacts:
     """Memory of the machine."""
     has_gpu_build: bool
     """Whether llama.cpp was built to put layers on a GPU."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageHost:
+    """A stage of several machines, and its host."""
+
+    name: str
+    host: str
+    """As the user wrote it."""
+    is_here: bool
+    """Whether it is the machine of the facts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,15 +51,17 @@ def pipeline_name(model_path: str) -> str:
     return label if label[:1].isalpha() else f"model-{label}".strip("-")
 
 
-def starter_text(machine: MachineFacts, model: ModelChoice, schema: str) -> str:
-    """Return the manifest's text: the stages of this machine, everything else as a comment with its default.
+def starter_text(machine: MachineFacts, model: ModelChoice, schema: str, hosts: Sequence[StageHost] = ()) -> str:
+    """Return the manifest's text: its stages, everything else as a comment with its default.
 
-    There are two stages, or one with a GPU. `schema` is where an editor finds the JSON Schema.
+    Without `hosts` there are two stages here, or one with a GPU. `schema` is where an editor finds the JSON Schema.
     """
-    n_stages = 1 if machine.has_gpu_build else N_STAGES
-    n_threads = max(1, machine.n_cores // n_stages)
-    memory_gib = max(0.5, round(MEMORY_SHARE * machine.memory_gib / n_stages * 2) / 2)
-    stages = "".join(_stage(index, n_threads, memory_gib, on_gpu=machine.has_gpu_build) for index in range(n_stages))
+    n_usual = 1 if machine.has_gpu_build else N_STAGES
+    places = hosts or [StageHost(f"stage-{index}", "", is_here=True) for index in range(n_usual)]
+    n_here = max(1, sum(place.is_here for place in places))
+    n_threads = max(1, machine.n_cores // n_here)
+    memory_gib = max(0.5, round(MEMORY_SHARE * machine.memory_gib / n_here * 2) / 2)
+    stages = "".join(_stage(place, n_threads, memory_gib, on_gpu=machine.has_gpu_build) for place in places)
     return _TEMPLATE.format(
         schema=schema,
         n_cores=machine.n_cores,
@@ -60,14 +74,19 @@ def starter_text(machine: MachineFacts, model: ModelChoice, schema: str) -> str:
     )
 
 
-def _stage(index: int, n_threads: int, memory_gib: float, *, on_gpu: bool) -> str:
-    device = "      device: gpu\n" if on_gpu else "      # device: gpu              # cpu is the default\n"
-    return (
-        f"    - name: stage-{index}\n"
-        f"      threads: {n_threads:<14} # 0: this machine's cores divided by the stages on it\n"
-        f"      memoryGib: {memory_gib:<12g} # what the planner may use here\n"
-        f"{device}"
+def _stage(place: StageHost, n_threads: int, memory_gib: float, *, on_gpu: bool) -> str:
+    lines = [f"    - name: {place.name}"]
+    if place.host:
+        lines.append(f"      host: {json.dumps(place.host)}")
+    if place.is_here:
+        lines.append(f"      threads: {n_threads:<14} # 0: this machine's cores divided by the stages on it")
+        lines.append(f"      memoryGib: {memory_gib:<12g} # what the planner may use here")
+    else:
+        lines.append("      # memoryGib: 16            # what the planner may use there; default: free memory")
+    lines.append(
+        "      device: gpu" if place.is_here and on_gpu else "      # device: gpu              # cpu is the default"
     )
+    return "\n".join([*lines, ""])
 
 
 _TEMPLATE = """\

@@ -14,7 +14,7 @@ from relayline.deploy.cli import main as cli
 from relayline.deploy.cli.init import machine_facts
 from relayline.deploy.cli.render import models_dir
 from relayline.deploy.manifest import load_manifest, parse_manifest
-from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, pipeline_name, starter_text
+from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, StageHost, pipeline_name, starter_text
 from relayline.deploy.render import inside
 from relayline.deploy.render.targets import TARGETS, render
 from relayline.deploy.testing.paths import ROOT
@@ -67,6 +67,35 @@ def test_init_refuses_in_one_line(arguments: list[str], code: int, message: str,
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert not (tmp_path / "x.yaml").exists()
+
+
+def test_init_writes_a_stage_for_each_host(tmp_path: Path) -> None:
+    out = tmp_path / "pipeline.yaml"
+    done = relayline("init", "--model", DEMO, "--hosts", "127.0.0.1, 192.0.2.7", "--output", out)
+    assert done.returncode == 0, done.stderr
+    here, there = load_manifest(out).stages
+    assert (here.name, here.host, there.name, there.host) == ("stage-0", "127.0.0.1", "stage-1", "192.0.2.7")
+    assert here.memory_gib is not None
+    assert there.memory_gib is None, "this machine's memory says nothing about another's"
+    assert here.threads == machine_facts().n_cores
+    refused = relayline("init", "--hosts", "192.0.2.7,,192.0.2.8", "--output", tmp_path / "other.yaml")
+    assert refused.returncode == 2
+    assert "give names or addresses without ports, separated by commas" in refused.stderr
+    assert not (tmp_path / "other.yaml").exists()
+
+
+@pytest.mark.parametrize("has_gpu_build", [False, True])
+def test_stages_of_several_machines_share_only_this_one(has_gpu_build: bool) -> None:
+    hosts = [StageHost("a", "10.0.0.1", is_here=True), StageHost("b", "b.lan", is_here=False)]
+    hosts.append(StageHost("c", "localhost", is_here=True))
+    facts = MachineFacts(8, 20.0, has_gpu_build)
+    text = starter_text(facts, ModelChoice("m.gguf", "x"), "schema.json", hosts)
+    a, b, c = parse_manifest(text.encode(), "new").stages
+    assert [stage.host for stage in (a, b, c)] == ["10.0.0.1", "b.lan", "localhost"]
+    assert [(stage.threads, stage.memory_gib) for stage in (a, b, c)] == [(4, 8.0), (0, None), (4, 8.0)]
+    assert [stage.device for stage in (a, b, c)] == (["gpu", "cpu", "gpu"] if has_gpu_build else ["cpu"] * 3)
+    shown = re.sub(r"(?m)^      # memoryGib", "      memoryGib", text)
+    assert parse_manifest(shown.encode(), "new").stages[1].memory_gib == 16
 
 
 @pytest.mark.parametrize("has_gpu_build", [False, True])

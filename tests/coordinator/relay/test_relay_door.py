@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from relayline.coordinator.relay.door import Door, Tunnel
+from relayline.coordinator.relay.door import TICKET_BYTES, Door, Tunnel
 from relayline.wire.common import bounds
+from relayline.wire.links.roles import Identity, Role
 from relayline.wire.pb.relayline.v1 import tunnel_pb2 as pb
 from tests.coordinator.relay.test_relay import LOCAL, WAIT_S, ask, is_closed
 from tests.support.polling import pause
@@ -37,18 +38,74 @@ async def test_idle_connections_shut_no_stage_off(monkeypatch: pytest.MonkeyPatc
 
 
 @contextlib.asynccontextmanager
-async def a_door() -> AsyncIterator[tuple[Door, list[bytes]]]:
+async def a_door(owner: Identity | None = None) -> AsyncIterator[tuple[Door, list[bytes]]]:
     door, tickets = Door("a"), list[bytes]()
 
     async def write(message: pb.OpenResponse) -> None:
         tickets.append(message.ticket)
 
     await door.listen(LOCAL, 0)
-    door.begin(Tunnel(None, write))
+    door.begin(Tunnel(owner, write))
     try:
         yield door, tickets
     finally:
         await door.close()
+
+
+async def test_a_ticket_is_good_once_and_for_the_stage_that_it_was_given_to() -> None:
+    own, other = Identity(Role.STAGE, "box", "a"), Identity(Role.STAGE, "box", "b")
+    async with a_door(own) as (door, tickets), contextlib.AsyncExitStack() as stack:
+        for n in (1, 2):
+            _, writer = await asyncio.open_connection(LOCAL, door.port)
+            stack.callback(writer.close)
+            while len(tickets) < n:
+                await pause()
+        first, second = tickets
+        assert first != second
+        assert len(first) == TICKET_BYTES
+        for ticket, caller in ((first, other), (first, None), (bytes(TICKET_BYTES), own)):
+            assert door.take(ticket, caller) is None
+        assert door.take(first, own) is not None
+        assert door.take(first, own) is None, "once"
+        assert door._tunnel is not None
+        assert door.is_connected
+        door._tunnel.ended.set()
+        assert door.take(second, own) is None, "its tunnel has ended"
+
+
+async def test_a_tunnel_takes_the_place_of_the_one_before_which_ends_nothing_then() -> None:
+    async with a_door() as (door, _):
+        before, left_ns = door._tunnel, door.left_ns
+        assert before is not None
+        after = Tunnel(None, before.write)
+        door.begin(after)
+        assert before.ended.is_set()
+        door.end(before)
+        assert (door.is_connected, door.left_ns, after.ended.is_set()) == (True, left_ns, False)
+        door.end(after)
+        assert not door.is_connected
+        assert door.left_ns > left_ns
+        reader, writer = await asyncio.open_connection(LOCAL, door.port)
+        assert await is_closed(reader), "the port stays open without a tunnel, and takes nobody in"
+        writer.close()
+        assert (door.n_refused, door.n_open) == (1, 0)
+
+
+async def test_bytes_of_ended_connections_still_count() -> None:
+    async with a_door() as (door, tickets):
+        reader, writer = await asyncio.open_connection(LOCAL, door.port)
+        while not tickets:
+            await pause()
+        arrival = door.take(tickets[0], None)
+        assert arrival is not None
+        arrival.counts.to_stage_bytes, arrival.counts.from_stage_bytes = 5, 7
+        assert (door.counts.to_stage_bytes, door.counts.from_stage_bytes, door.n_open) == (5, 7, 1)
+        arrival.done.set()
+        assert await is_closed(reader)
+        writer.close()
+        while door.n_open:
+            await pause()
+        assert (door.counts.to_stage_bytes, door.counts.from_stage_bytes, door.n_taken) == (5, 7, 1)
 
 
 async def test_one_address_has_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,3 +181,11 @@ class Child:
             except TimeoutError:
                 self._process.kill()
         await self.exited.wait()
+
+
+async def started(child: Child) -> None:
+    """Start a child. Raises StartError where the system starts no process."""
+    try:
+        await child.start()
+    except OSError as error:
+        raise StartError(f"a process cannot be started: {error}") from error

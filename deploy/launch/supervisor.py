@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from relayline.deploy.launch.board import Board
-from relayline.deploy.launch.child import Child
+from relayline.deploy.launch.child import Child, started
 from relayline.deploy.launch.invitations import has_joined, invite
 from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
@@ -185,8 +185,8 @@ class Supervisor:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(f"a process cannot be started: {error}")
+        if isinstance(error, Exception):
+            self._fail(error)
 
     async def _keep_alive(self, kept: _Kept) -> None:
         name = kept.child.name
@@ -201,7 +201,7 @@ class Supervisor:
             delay_s = self._delay(kept, ready_for_s, is_damaged=is_damaged)
             if delay_s is None:
                 self.board.set_process(name, state=HostState.FAILED, pid=0, start_ticks=0, detail=cause)
-                self._fail(kept.history.ended_because(cause))
+                self._fail(StartError(kept.history.ended_because(cause)))
                 return
             n_restarts = self.board[name].n_restarts + 1
             self.board.set_process(
@@ -224,7 +224,7 @@ class Supervisor:
         """Run one life of a process."""
         child = kept.child
         kept.begins()
-        await child.start()
+        await started(child)
         process = identify(child.pid)
         ticks = process.start_ticks if process is not None else 0
         pid = child.pid if ticks else 0
@@ -242,8 +242,11 @@ class Supervisor:
         address = self._reachable(event.get("address", "")) or self._reachable_url(event.get("url", ""))
         metrics = event.get("metrics") or ""
         record = self.board.set_process(child.name, state=HostState.READY, address=address, metrics=metrics, detail="")
-        self._emit({"event": "process", "name": child.name, "role": record.role, "pid": child.pid, "address": address,
-                    "restarts": record.n_restarts, "layers": event.get("layers")})  # fmt: skip
+        facts = {"event": "process", "name": child.name, "role": record.role, "pid": child.pid, "address": address,
+                 "restarts": record.n_restarts, "layers": event.get("layers")}  # fmt: skip
+        # While clients are served nobody has to read it, as after the end of a pager or of `tee`.
+        with contextlib.suppress(*((OSError,) if self._ready.done() else ())):
+            self._emit(facts)
         if child is self._coordinator.child and not self._ready.done():
             self.board.set_phase(Phase.READY)
             facts = {"stages": len(self.plan.stages), "needs_key": self.plan.needs_key}
@@ -328,9 +331,9 @@ class Supervisor:
         self._remote_processes[name] = process_id or before
         return before not in ("", self._remote_processes[name])
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self.failed.done():
-            self.failed.set_exception(StartError(reason))
+            self.failed.set_exception(error)
             self.failed.exception()  # a waiting caller gets the error; without one there is no error
 
     # --- end ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
 from relayline.deploy.launch.board import Board
-from relayline.deploy.launch.child import Child
+from relayline.deploy.launch.child import Child, started
 from relayline.deploy.launch.gateway.change import difference, join_ports, restarting
 from relayline.deploy.launch.gateway.plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
 from relayline.deploy.launch.log_files import LogWriter
@@ -243,8 +243,10 @@ class Keeper:
     async def _guarded(self, kept: _Kept) -> None:
         try:
             await self._keep(kept)
-        except OSError as error:
-            self._give_up(kept, f"a process cannot be started: {error}")
+        except StartError as error:
+            self._give_up(kept, error)
+        except OSError as error:  # nobody reads what it reports
+            self._fail(error)
 
     async def _keep(self, kept: _Kept) -> None:
         """Start a pipeline, and again when it ends."""
@@ -264,7 +266,7 @@ class Keeper:
             ready_for_s = loop.time() - began_s if began_s else 0.0
             delay_s = history.died(ready_for_s, child.exit_code) if kept.first.done() else None
             if delay_s is None:
-                self._give_up(kept, history.ended_because(cause) if kept.first.done() else cause)
+                self._give_up(kept, StartError(history.ended_because(cause) if kept.first.done() else cause))
                 return
             n_restarts = self.board[child.name].n_restarts + 1
             self.board.set_process(
@@ -281,7 +283,7 @@ class Keeper:
         async with self._served.starting(kept.member):
             if self._stopping.is_set() or kept.is_ending:
                 return None
-            await child.start()
+            await started(child)
             process = identify(child.pid)
             ticks = process.start_ticks if process is not None else 0
             self.board.set_process(
@@ -294,21 +296,27 @@ class Keeper:
     def _serves(self, kept: _Kept, event: dict[str, Any]) -> None:
         child = kept.child
         self.board.set_process(child.name, state=HostState.READY, address=event["url"], detail="")
-        self._emit({"event": "process", "name": child.name, "role": "pipeline", "pid": child.pid,
-                    "address": event["url"], "restarts": self.board[child.name].n_restarts})  # fmt: skip
+        facts = {"event": "process", "name": child.name, "role": "pipeline", "pid": child.pid,
+                 "address": event["url"], "restarts": self.board[child.name].n_restarts}  # fmt: skip
+        # While clients are served nobody has to read it, as after the end of a pager or of `tee`.
+        with contextlib.suppress(*((OSError,) if kept.first.done() or not kept.ends_all else ())):
+            self._emit(facts)
         if not kept.first.done():
             kept.first.set_result(event)
 
-    def _give_up(self, kept: _Kept, reason: str) -> None:
+    def _give_up(self, kept: _Kept, error: StartError) -> None:
         """A pipeline cannot be kept alive. One that came while others serve leaves these alone."""
         if not kept.ends_all and not kept.first.done():
-            log.warning("%s", reason)
-            self.board.set_process(kept.child.name, state=HostState.FAILED, pid=0, start_ticks=0, detail=reason)
-            kept.first.set_exception(StartError(reason))
+            log.warning("%s", error.message)
+            self.board.set_process(kept.child.name, state=HostState.FAILED, pid=0, start_ticks=0, detail=error.message)
+            kept.first.set_exception(error)
             kept.first.exception()
             return
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
         if not self._failed.done():
-            self._failed.set_exception(StartError(reason))
+            self._failed.set_exception(error)
             self._failed.exception()
 
 

@@ -178,6 +178,31 @@ async def test_a_stage_that_cannot_be_started_again_ends_the_whole(
         await whole.stop()
 
 
+async def test_reports_that_nobody_reads_end_a_start_but_nothing_that_serves(
+    supervisor: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ready(Ending):
+        pid = property(lambda _: os.getpid())
+
+    def nobody_reads(_: dict[str, Any]) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    async def live(place: _Kept) -> None:
+        whole._on_ready(place.child, {"address": "127.0.0.1:1"})
+
+    whole, stage = supervisor(AT_ONCE), Ready()
+    monkeypatch.setattr(whole, "_emit", nobody_reads)
+    monkeypatch.setattr(whole, "_live", live)
+    place = kept(whole, stage)
+    whole._keep(place)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(BrokenPipeError):  # which the command takes for what it is, and not for a failed start
+            await whole.failed
+    whole._ready.set_result({})
+    await live(place)
+    await whole.stop()
+
+
 async def test_nothing_is_started_again_while_the_coordinator_drains(supervisor: Callable[..., Supervisor]) -> None:
     whole, stage = supervisor(RestartPolicy(first_s=3_600.0, max_s=3_600.0)), Ending()
 

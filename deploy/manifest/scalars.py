@@ -13,7 +13,7 @@ from relayline.wire.links.security import is_loopback
 
 # Patterns stay within what ECMA 262 and Rust's regular expressions share: the JSON Schema publishes them.
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
-HOST = r"^([A-Za-z0-9_]([-A-Za-z0-9_.]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z0-9]*)$"
+HOST = r"^([A-Za-z0-9_]([-A-Za-z0-9_.]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.%a-z0-9]*)$"
 LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
 CORES = rf"^(auto|any|{LIST})$"

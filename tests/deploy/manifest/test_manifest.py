@@ -114,6 +114,17 @@ def test_only_loopback_is_local(host: str, local: bool) -> None:
     assert is_local(host) is local
 
 
+@pytest.mark.parametrize("host", ["box", "10.0.0.1", "::1", "::", "fd00::1", "fe80::1%eth0", "::ffff:10.0.0.1"])
+def test_a_host_is_a_name_or_an_address(host: str) -> None:
+    assert parsed(SMALLEST + f"  stages: [{{name: a, host: '{host}'}}]\n").stages[0].host == host
+
+
+@pytest.mark.parametrize("host", ["box:80", "10.0.0.1:80", "a:1", "[::1]", "[::1]:80", "http://box"])
+def test_a_host_has_no_port_and_no_brackets(host: str) -> None:
+    with pytest.raises(ManifestError, match="is not a host name or an IP address without a port"):
+        parsed(SMALLEST + f"  stages: [{{name: a, host: '{host}'}}]\n")
+
+
 @pytest.mark.parametrize("hf", ["hf://org/repo/m.gguf", "hf://org/repo/Q4/m-00001-of-00002.gguf@refs/pr/1"])
 def test_a_reference_to_the_hub(hf: str) -> None:
     assert parsed(HEAD + f"spec:\n  model: {{hf: '{hf}'}}\n").spec.model.hf == hf

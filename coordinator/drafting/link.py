@@ -106,7 +106,6 @@ class DraftLink:
                 log.exception("taking the guesses of the process that drafts failed")
             await self._end()
             self.on_lost()
-            await self._awake.wait()
             if not await self._start_again():
                 return
             self.on_back()
@@ -128,6 +127,7 @@ class DraftLink:
 
     async def _start_again(self) -> bool:
         while self._n_failed < DRAFT_RESTARTS_MAX:
+            await self._awake.wait()
             if self._has_rested:
                 self._has_rested = False
             else:
@@ -139,7 +139,8 @@ class DraftLink:
             try:
                 await self.start()
             except (UsageError, StartError) as error:
-                log.warning("the process that drafts did not start again: %s", error.message)
+                if not self._has_rested:  # while it loaded
+                    log.warning("the process that drafts did not start again: %s", error.message)
             else:
                 return True
         log.error("the process that drafts ended %d times; there are no guesses of it any more", self._n_failed)

@@ -197,6 +197,42 @@ async def test_one_that_rests_ends_and_is_started_again_without_counting_as_a_de
     assert "ended" not in caplog.text
 
 
+async def test_one_that_rests_while_it_loads_is_started_once_that_is_over(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with linked(model, model) as (link, heard), asyncio.timeout(TIMEOUT_S):
+        real, loads = link_module.module_command, list[str]()
+
+        def endless(module: str, *arguments: str) -> list[str]:
+            loads.append(module)
+            return said_by("pipe.recv(1)")(module, *arguments)
+
+        monkeypatch.setattr(link_module, "module_command", endless)
+        first = link._process
+        await link.rest(is_asleep=True)
+        while link._process is not None:
+            await pause()
+        await link.rest(is_asleep=False)
+        while link._writer is None:
+            await pause()
+        loading = link._process
+        assert loading is not None
+        assert loading is not first
+        await link.rest(is_asleep=True)
+        while loading.poll() is None or link._process is not None:
+            await pause()
+        for _ in range(20):
+            await pause()
+        assert len(loads) == 1, "nothing loads while the pipeline sleeps"
+        monkeypatch.setattr(link_module, "module_command", real)
+        await link.rest(is_asleep=False)
+        while link._writer is None:
+            await pause()
+        link.send([Begin(1, [40, 41])])
+        await until_heard(heard, 2)
+    assert "the process that drafts" not in caplog.text
+
+
 @pytest.mark.parametrize("said", [b"\xc1", b"\x91\x91\xa3odd", b"\x01"], ids=["no msgpack", "no message", "no list"])
 async def test_one_that_says_what_cannot_be_read_is_started_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, said: bytes

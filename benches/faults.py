@@ -273,9 +273,8 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=120).print(table)
 
 
-def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Write the results so far."""
-    facts = machine.facts()
+def store(rows: Sequence[Row], options: argparse.Namespace, facts: Mapping[str, object]) -> None:
+    """Write the results so far. `facts`: from before the first row was kept, which changes the checkout."""
     results = {"machine": facts, "model": options.model.stem, "ctx": options.ctx, "seed": options.seed}
     machine.write_json(options.out / "faults.json", results | {"rows": [dataclasses.asdict(row) for row in rows]})
     if options.keep:
@@ -300,12 +299,12 @@ async def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     settings: dict[str, Any] = {"ctx_tokens": options.ctx, "n_lanes": options.streams, "share": False}
     manifest = with_stages(smallest_manifest(options.model, **settings), StageFlags(N_STAGES, n_threads=1), 0)
-    rows: list[Row] = []
+    rows, facts = list[Row](), machine.facts()
     async with running(manifest, lambda _, __: None, policy=RESTARTS) as (pipeline, ready), load.client() as session:
         rounds = Rounds(pipeline, session, Target(ready["url"], "openai", ready["model"]), options.seed)
         for name in options.cases:
             rows += await rounds.measure(name, options.streams, options.kills)
-            store(rows, options)  # keeps the figures so far if the rest is interrupted
+            store(rows, options, facts)  # keeps the figures so far if the rest is interrupted
     show(rows)
     missed = misses(rows)
     for line in missed:

@@ -184,7 +184,9 @@ def rates(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         if not stage["up"]:
             stages.append({"stage": stage["index"], "up": False})
             continue
-        old: dict[str, Any] = next((other for other in before["stages"] if _is_same(other, stage)), {})
+        # A stage that was not seen before counts from zero, unless it has computed for longer than from then to now.
+        started: dict[str, Any] = {} if stage["busy_ns"] * 1e-9 <= elapsed_s else stage
+        old = next((other for other in before["stages"] if _is_same(other, stage)), started)
         n_steps = stage["steps"] - old.get("steps", 0)
         n_rows = stage["rows"] - old.get("rows", 0)
         n_padded = stage["padded_rows"] - old.get("padded_rows", 0)

@@ -203,6 +203,13 @@ def test_a_restarted_stage_counts_from_its_start_and_a_silent_one_is_said() -> N
     assert "no answer" in out.getvalue()
 
 
+def test_a_stage_that_is_seen_again_does_not_count_what_it_did_before() -> None:
+    """Between two looks during a move it answered nothing: 1,000 steps of 10 ms are not those of one second."""
+    found = rates(described(0, 900, up=False), described(10**9, 1_000))
+    (stage,) = found["stages"]
+    assert (stage["steps_per_s"], stage["busy_share"], stage["close_reasons"]) == (0.0, 0.0, {})
+
+
 def test_a_coordinator_that_counts_from_zero_again_shows_no_nonsense() -> None:
     found = rates(described(9 * 10**9, 1_000, tokens=500), described(10**9, 3, tokens=2))
     assert (found["tokens_per_s"], found["stages"][0]["steps_per_s"]) == (0.0, 0.0)

@@ -23,6 +23,7 @@ from relayline.deploy.cli.console_http import (
 )
 from relayline.deploy.cli.options import OUTPUT, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, FileToWrite
+from relayline.deploy.cli.terminal import can_move
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.texts import system_reason
 
@@ -181,15 +182,15 @@ async def _ask(
             raise StartError(f"{error.message}; the same command goes on with what is not answered") from error
         finally:
             shown.cancel()
-            _say("", is_last=sys.stderr.isatty())
+            _say("", is_last=_is_live())
         return asking.progress
 
 
 async def _show(progress: Progress, n_left: int) -> None:
     """Show how far it has come until it is cancelled."""
     while True:
-        await asyncio.sleep(SHOWN_S if sys.stderr.isatty() else LOGGED_S)
-        _say(progress_line(progress, n_left, time.monotonic()), is_last=not sys.stderr.isatty())
+        await asyncio.sleep(SHOWN_S if _is_live() else LOGGED_S)
+        _say(progress_line(progress, n_left, time.monotonic()), is_last=not _is_live())
 
 
 def progress_line(progress: Progress, n_left: int, now_s: float) -> str:
@@ -220,9 +221,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
 
 
+def _is_live() -> bool:
+    """Return whether a line on stderr can take the place of the one before."""
+    return sys.stderr.isatty() and can_move()
+
+
 def _say(text: str, *, is_last: bool = False) -> None:
     """Write a line to stderr; on a terminal the next one takes its place unless it is the last of its kind."""
-    if sys.stderr.isatty():
+    if _is_live():
         width = os.get_terminal_size(sys.stderr.fileno()).columns
         click.echo(f"\r\033[K{text[: max(1, width - 1)] if not is_last else text}", err=True, nl=is_last and bool(text))
     elif is_last and text:

@@ -18,6 +18,7 @@ import click
 
 from relayline.deploy.cli.interrupts import INTERRUPTED
 from relayline.deploy.cli.other_names import explained, near_command
+from relayline.deploy.cli.terminal import can_move
 from relayline.deploy.cli.variables import variable_of
 from relayline.deploy.machine.huge_pages import restart_with_huge_pages
 from relayline.wire.common import bounds
@@ -162,7 +163,8 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):  # a terminal that has no bars and arrows shows question marks
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
-        code = relayline.main(prog_name="relayline", standalone_mode=False)
+        colour = None if can_move() else False  # None: of what is written to a terminal
+        code = relayline.main(prog_name="relayline", standalone_mode=False, color=colour)
         sys.exit(code if isinstance(code, int) else 0)  # click hands ctx.exit's code back here
     except (click.exceptions.Abort, KeyboardInterrupt):
         _end(INTERRUPTED, "interrupted")

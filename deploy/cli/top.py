@@ -23,6 +23,7 @@ from rich.text import Text
 from relayline.deploy.cli.batches import batches_line
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
 from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.terminal import can_move
 from relayline.deploy.cli.top_gateway import SHOWN as GATEWAY_SHOWN
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame, is_gateway
 from relayline.deploy.cli.top_keys import keys_of, keys_table
@@ -40,10 +41,13 @@ NAME_CELLS_NARROW = 17
 COLUMNS = ("layers", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes")
 # Of GET /v1/pipeline: what else answers there has none of them.
 SHOWN = ("model", "now_ns", "generated_tokens", "lanes", "plan", "stages")
-TINY_CELLS = 68  # below this width padding and the wait's p95 are left out too
-UNSEEN_IF_TINY = ("pad", "p95")
-NAME_CELLS_TINY = 12
 SMALL_CELLS = 92  # below this width layers are left out too, and bars are shorter
+TINY_CELLS = 68
+NAME_CELLS_TINY = 12
+LEAST_CELLS = 60  # below this width why a stage is silent has a line of its own
+NAME_CELLS_LEAST = 10
+# Columns that are left out below a width.
+SEEN_FROM = {"layers": SMALL_CELLS, "pad": TINY_CELLS, "p95": TINY_CELLS, "wait p50": LEAST_CELLS, "lanes": LEAST_CELLS}
 
 
 @click.command("top", short_help="Watch a pipeline live.")
@@ -65,7 +69,7 @@ def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: s
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once")
-    if not once and not os.isatty(1):
+    if not once and not (os.isatty(1) and can_move()):
         raise click.UsageError("the live view needs a terminal; print one frame with --once")
     asyncio.run(_watch(url, api_key, interval, once=once, as_json=as_json))
 
@@ -80,6 +84,8 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
         keys = Keys(stopping, interval_s)
         if once:
             await _pause(stopping, interval_s)
+            if stopping.is_set():
+                raise KeyboardInterrupt  # figures of a shorter interval would pass for those that were asked for
             after = await coordinator.get("/v1/pipeline", shown)
             figures, picture = _looked(coordinator.url, before, after, time.monotonic() - looked_s, console.width)
             click.echo(json.dumps(figures)) if as_json else console.print(picture)
@@ -107,7 +113,7 @@ def _looked(
     """Return the figures and the picture of a pipeline, or of a gateway, from two readings."""
     if is_gateway(after):
         figures = figures_of(before, after, elapsed_s)
-        return figures, gateway_frame(url, figures)
+        return figures, gateway_frame(url, figures, width)
     figures = rates(before, after)
     return figures, frame(url, after, figures, width)
 
@@ -250,8 +256,8 @@ def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:
 
 
 def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: int = WIDE_CELLS) -> Group:
-    """Return one picture of the pipeline for a terminal of this width; from 60 columns on no figure is cut."""
-    is_wide, is_small = width >= WIDE_CELLS, width < SMALL_CELLS
+    """Return one picture of the pipeline for a terminal of this width; from 40 columns on no figure is cut."""
+    is_wide, is_small, is_least = width >= WIDE_CELLS, width < SMALL_CELLS, width < LEAST_CELLS
     plan = described["plan"]
     two = figures["overlap"].get("2+")
     overlap = f"{two:.0%} of busy time with two or more stages at work" if two is not None else "not yet known"
@@ -266,11 +272,8 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
         f"row{'s' * (plan['group_rows'] != 1)}\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    is_tiny = width < TINY_CELLS
-    names = NAME_CELLS if is_wide else NAME_CELLS_TINY if is_tiny else NAME_CELLS_NARROW
-    table.add_column("stage", no_wrap=True, max_width=names, overflow="ellipsis")
-    unseen = UNSEEN_IF_TINY if is_tiny else ()
-    shown = [at for at, name in enumerate(COLUMNS) if name not in unseen and not (is_small and name == "layers")]
+    table.add_column("stage", no_wrap=True, max_width=_name_cells(width), overflow="ellipsis")
+    shown = [at for at, name in enumerate(COLUMNS) if width >= SEEN_FROM.get(name, 0)]
     for at in shown:
         table.add_column(COLUMNS[at], justify="right", no_wrap=True)
     if is_wide:
@@ -280,11 +283,21 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
     below = Text("".join(f"\n{line}" for line in lines if line))
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
         name, *middle, reasons = _row(stage, row)
+        if is_least and not row["up"]:
+            below.append(f"\nstage {stage['index']}: {_why_silent(stage)}")
+            middle = ["-"] * len(middle)
         table.add_row(name, *(middle[at] for at in shown), *((reasons,) if is_wide else ()))
         if not is_wide and reasons:
             below.append(f"\nstage {stage['index']} closed by: {reasons}")
-    keys = keys_table(figures["keys"])
+    keys = keys_table(figures["keys"], width)
     return Group(head, table, *keys, below) if below else Group(head, table, *keys)
+
+
+def _name_cells(width: int) -> int:
+    """Return how many cells the name of a stage has."""
+    if width >= WIDE_CELLS:
+        return NAME_CELLS
+    return NAME_CELLS_NARROW if width >= TINY_CELLS else NAME_CELLS_TINY if width >= LEAST_CELLS else NAME_CELLS_LEAST
 
 
 def _phase(described: dict[str, Any]) -> str:
@@ -298,11 +311,7 @@ def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
     name = escape(f"{stage['index']} {stage.get('name') or stage['address']}")
     layers = layer_range(*stage["layers"])
     if not row["up"]:
-        heard_s = stage.get("last_heard_s")
-        silent = f"no heartbeat for {heard_s:.0f} s" if stage.get("silent") and heard_s is not None else ""
-        state = stage.get("state", HostState.READY)
-        why = silent or (state if state != HostState.READY else "no answer")
-        return [name, layers, f"[red]{escape(why)}[/red]", *[""] * 7, ""]
+        return [name, layers, f"[red]{escape(_why_silent(stage))}[/red]", *[""] * 7, ""]
     reasons = sorted(row["close_reasons"].items(), key=lambda item: -item[1])
     rows_per_step = row["rows_per_step"]
     return [
@@ -318,6 +327,15 @@ def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
         f"{stage['lanes_used']}/{stage['lanes_total']}",
         ", ".join(f"{reason} {count}" for reason, count in reasons[:3]),
     ]
+
+
+def _why_silent(stage: dict[str, Any]) -> str:
+    """Return why a stage has no figures."""
+    heard_s = stage.get("last_heard_s")
+    if stage.get("silent") and heard_s is not None:
+        return f"no heartbeat for {heard_s:.0f} s"
+    state = str(stage.get("state", HostState.READY))
+    return state if state != HostState.READY else "no answer"
 
 
 def _bar(value: float, total: float, cells: int) -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 SHOWN = ("kind", "phase", "pipelines")  # of a gateway's GET /v1/pipeline
 COLUMNS = ("pipeline", "state", "models", "running", "of others", "lanes", "to do", "sent/s", "where")
+SEEN_FROM = {"where": 92, "of others": 80, "to do": 80, "sent/s": 60, "models": 60}  # cells of the terminal's width
 
 
 def is_gateway(described: dict[str, Any]) -> bool:
@@ -33,8 +34,8 @@ def figures_of(before: dict[str, Any], after: dict[str, Any], elapsed_s: float) 
     return {"phase": after["phase"], "running": after["running"], "waiting": n_waiting, "pipelines": pipelines}
 
 
-def gateway_frame(url: str, figures: dict[str, Any]) -> Group:
-    """Return one picture of a gateway."""
+def gateway_frame(url: str, figures: dict[str, Any], width: int) -> Group:
+    """Return one picture of a gateway for a terminal of this width."""
     phases = [each["phase"] for each in figures["pipelines"]]
     n_asleep, n_waiting = phases.count("sleeping"), figures["waiting"]
     asleep = f", {n_asleep} asleep" if n_asleep else ""
@@ -45,11 +46,13 @@ def gateway_frame(url: str, figures: dict[str, Any]) -> Group:
         f"{phases.count('ready')} of {len(phases)} pipelines ready{asleep}\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in COLUMNS:
+    shown = [at for at, name in enumerate(COLUMNS) if width >= SEEN_FROM.get(name, 0)]
+    for name in (COLUMNS[at] for at in shown):
         is_text = name in ("pipeline", "state", "models", "where")
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for each in figures["pipelines"]:
-        table.add_row(*map(escape, _cells(each)))
+        cells = _cells(each)
+        table.add_row(*(escape(cells[at]) for at in shown))
     return Group(head, table)
 
 

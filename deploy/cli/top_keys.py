@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN_MAX = 12  # keys
-NAME_CELLS = 12  # all columns fit 60
+NAME_CELLS = 12
 COLUMNS = ("running", "waiting", "requests", "prompt", "cached", "answers")
+ALL_CELLS = 60  # below this width some columns are left out; the rest fits 40
+UNSEEN_IF_NARROW = ("waiting", "requests", "cached")
 
 
 def keys_of(described: dict[str, Any]) -> list[dict[str, Any]]:
@@ -23,18 +25,21 @@ def keys_of(described: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(described.get("keys") or (), key=busy)
 
 
-def keys_table(keys: Sequence[dict[str, Any]]) -> list[Table | Text]:
-    """Return a table of keys for a terminal from 60 columns on; nothing where no key was used."""
+def keys_table(keys: Sequence[dict[str, Any]], width: int) -> list[Table | Text]:
+    """Return a table of keys for a terminal of this width, from 40 columns on; nothing where no key was used."""
     if not keys:
         return []
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("API key", no_wrap=True, max_width=NAME_CELLS, overflow="ellipsis")
-    for name in COLUMNS:
+    unseen = UNSEEN_IF_NARROW if width < ALL_CELLS else ()
+    shown = [at for at, name in enumerate(COLUMNS) if name not in unseen]
+    for name in (COLUMNS[at] for at in shown):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for key in keys[:SHOWN_MAX]:
         counts = (key["running"], key["waiting"], key["requests"])
         tokens = (key["prompt_tokens"], key["cached_tokens"], key["completion_tokens"])
-        table.add_row(escape(key["name"]), *map(str, counts), *map(_short, tokens))
+        cells = (*map(str, counts), *map(_short, tokens))
+        table.add_row(escape(key["name"]), *(cells[at] for at in shown))
     n_more = len(keys) - SHOWN_MAX
     more = [Text(f"and {n_more} more keys: GET /v1/usage", style="dim")] if n_more > 0 else []
     return [Text(), table, *more]

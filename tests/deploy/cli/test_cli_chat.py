@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
+import pty
+import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 from relayline.deploy.cli import chat as chats
 from relayline.deploy.cli.chat import Answer, Chat, shown
 from relayline.deploy.testing.processes import relayline
+from relayline.wire.common.child_command import module_command
 
 
 def event(text: str = "", finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -145,6 +149,24 @@ def test_a_chat_that_outgrows_the_context_forgets_its_oldest_turns(
     seen = capsys.readouterr()
     assert seen.out.count("its oldest turns are forgotten") == 3
     assert seen.err == "relayline: error: too long\n", "a question that is too long by itself"
+
+
+@pytest.mark.parametrize(("name", "is_dim"), [("dumb", False), ("xterm", True)])
+def test_a_dumb_terminal_gets_no_escape_sequences(name: str, is_dim: bool) -> None:
+    ours, theirs = pty.openpty()
+    command = module_command("relayline.deploy.cli", "chat", "--url", "http://127.0.0.1:1")
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": name}
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while b"> " not in seen:
+            seen += os.read(ours, 65_536)
+        os.write(ours, b"\x04")  # Ctrl-D
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert (b"\x1b[2m" in seen) is is_dim
+    assert is_dim or b"\x1b" not in seen
 
 
 def test_figures_of_an_answer() -> None:

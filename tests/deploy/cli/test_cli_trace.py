@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -16,9 +17,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 
+from relayline.deploy.cli import top
 from relayline.deploy.cli.top import frame, rates
 from relayline.deploy.cli.trace import show
 from relayline.deploy.cli.trace_times import show_token
@@ -239,7 +242,7 @@ def test_grants_are_a_line_where_they_are_given() -> None:
         assert (line in out.getvalue()) if line else ("grants" not in out.getvalue())
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
 def test_one_frame_fits_a_terminal(width: int) -> None:
     after = described(10**9, 30, tokens=90)
     busy = {"index": 1, "address": "192.168.100.200:50051", "queued_rows": 12_345, "lanes_used": 128,
@@ -249,16 +252,58 @@ def test_one_frame_fits_a_terminal(width: int) -> None:
     figures = rates(described(0, 0), after)
     Console(file=out, width=width, highlight=False).print(frame("http://h", after, figures, width))
     text = out.getvalue()
-    unseen = {"pad", "p95", "123.45 ms"} if width == 60 else set[str]()
-    for head in ("stage", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes", "closed by"):
-        assert (head in text) is (head not in unseen), f"{head} is cut"
+    unseen = {"pad", "p95", "123.45 ms"} if width <= 60 else set[str]()
+    unseen |= {"wait p50", "12.34 ms", "lanes", "128/256"} if width == 40 else set()
+    (heads,) = (line for line in text.splitlines() if line.startswith("stage  "))
+    for head in ("stage", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes"):
+        assert (head in heads) is (head not in unseen), f"{head} is cut"
     for figure in ("12.34 ms", "123.45 ms", "12345", "128/256"):
         assert (figure in text) is (figure not in unseen), f"{figure} is cut"
     assert "90 tok/s" in text
     assert "60% of busy time with two or more stages at work" in " ".join(text.split())
     assert "steps/s" in text
+    assert "closed by" in text
     assert "row_cap 30" in text
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_why_a_stage_is_silent_is_whole_at_40_columns() -> None:
+    after, out = described(10**9, 0, up=False), io.StringIO()
+    after["stages"][0] |= {"silent": True, "last_heard_s": 12.3}
+    Console(file=out, width=40, highlight=False).print(frame("http://h", after, rates(described(0, 5), after), 40))
+    assert "stage 0: no heartbeat for 12 s" in out.getvalue().splitlines()
+
+
+def test_an_interrupt_ends_once_without_figures_of_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answering:
+        url = "http://h"
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        async def __aenter__(self) -> Answering:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def get(self, *_: object) -> dict[str, Any]:
+            return described(0, 5)
+
+    async def interrupted(stopping: asyncio.Event, _: float) -> None:
+        stopping.set()
+
+    monkeypatch.setattr(top, "Coordinator", Answering)
+    monkeypatch.setattr(top, "_pause", interrupted)
+    with pytest.raises(click.Abort):
+        top.top_command.main(["--once", "--url", "http://h"], standalone_mode=False)
+
+
+def test_the_live_view_refuses_a_terminal_that_shows_escape_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(top.os, "isatty", lambda _: True)
+    with pytest.raises(click.UsageError, match="needs a terminal; print one frame with --once"):
+        top.top_command.main(["--url", "http://h"], standalone_mode=False)
 
 
 # --- a real pipeline --------------------------------------------------------------------------------------------------
@@ -294,6 +339,10 @@ def test_top_shows_who_uses_the_pipeline_at_60_columns() -> None:
     out = io.StringIO()
     figures = rates(after, after)
     Console(file=out, width=60, highlight=False).print(frame("http://h", after, figures, 60))
+    narrow = io.StringIO()
+    Console(file=narrow, width=40, highlight=False).print(frame("http://h", after, figures, 40))
+    assert "API key      running prompt answers" in narrow.getvalue()
+    assert "key 13 of a…      13   123M       9" in narrow.getvalue()
     text = out.getvalue()
     assert "API key      running waiting requests prompt cached answers" in text
     assert "key 13 of a…      13     243     1200   123M      7       9" in text
@@ -343,7 +392,10 @@ def test_trace_and_top_of_a_served_pipeline(served: Running) -> None:
 def test_top_is_live_until_it_is_interrupted(served: Running) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "relayline.deploy.cli", "top", "--interval", "0.2", "--url", served.event["url"]]
-    with subprocess.Popen(command, cwd=DEMO.parents[2], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    environment = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(
+        command, cwd=DEMO.parents[2], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
         os.close(theirs)
         seen = b""
         while seen.count(b"tok/s") < 3:

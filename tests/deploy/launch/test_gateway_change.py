@@ -147,6 +147,17 @@ def test_a_gateways_pipelines_are_listed() -> None:
     ]
 
 
+def test_names_states_and_counts_are_whole_at_40_columns() -> None:
+    counts = {"running": 12, "others": 0, "lanes": 128, "work_tokens": 0, "sent": 1, "problem": "", "url": "http://h:1"}
+    listed = [{"name": "replica-2", "phase": "unreachable", "models": ["m"], "waiting": 0, **counts}]
+    whole = {"phase": "ready", "running": 0, "waiting": 0, "pipelines": listed}
+    console = Console(width=40, record=True, file=io.StringIO())
+    console.print(gateway_frame("http://h", figures_of(whole, whole, 1.0), 40))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["pipeline", "state", "running", "lanes"] in lines
+    assert ["replica-2", "unreachable", "12", "128"] in lines
+
+
 def test_those_that_sleep_and_requests_that_wait_for_them_are_shown() -> None:
     counts = {"running": 0, "others": 0, "lanes": 4, "work_tokens": 0, "sent": 1, "problem": "", "url": "http://h:1"}
     listed = [
@@ -155,6 +166,6 @@ def test_those_that_sleep_and_requests_that_wait_for_them_are_shown() -> None:
     ]
     whole = {"phase": "ready", "running": 0, "waiting": 2, "pipelines": listed}
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(gateway_frame("http://h", figures_of(whole, whole, 1.0)))
+    console.print(gateway_frame("http://h", figures_of(whole, whole, 1.0), 140))
     assert "0 running, 2 waiting, 1 of 2 pipelines ready, 1 asleep" in console.export_text()
     assert gateway_lines(listed)[1] == "b  sleeping  serves s, 0 running, 2 waiting, http://h:1"

@@ -112,8 +112,12 @@ class Gateway:
         return found
 
     async def tags(self, request: web.Request) -> web.StreamResponse:
-        """GET /api/tags and /api/ps: the same models, as Ollama's clients read them."""
-        return json_response(ollama_list(self._cards(request)))
+        """GET /api/tags: the same models, as Ollama's clients read them."""
+        return json_response(ollama_list(self._cards(request), loaded_only=False))
+
+    async def running(self, request: web.Request) -> web.StreamResponse:
+        """GET /api/ps: of these models, those that a pipeline has in memory."""
+        return json_response(ollama_list(self._cards(request), loaded_only=True))
 
     async def pipelines(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline: every pipeline, how it is and how much it has to do."""
@@ -287,7 +291,7 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         web.get("/v1/models", gateway.models),
         web.get("/v1/models/{id:.+}", gateway.model),
         web.get("/api/tags", gateway.tags),
-        web.get("/api/ps", gateway.tags),
+        web.get("/api/ps", gateway.running),
         web.get("/v1/pipeline", gateway.pipelines),
         web.get("/v1/pipeline/targets", gateway.targets),
         web.get(f"{PREFIX}/{{name}}", gateway.to_slash),

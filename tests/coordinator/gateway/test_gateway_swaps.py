@@ -81,6 +81,8 @@ async def test_requests_in_turn_wake_one_pipeline_and_put_the_other_to_sleep(tok
         await until(world.session, a="sleeping", b="ready")
         listed = {each["id"]: each["status"] for each in (await world.get("/v1/models"))["data"]}
         assert listed == {"chat": {"value": "unloaded"}, "small": {"value": "loaded"}}
+        named = [[each["name"] for each in (await world.get(path))["models"]] for path in ("/api/tags", "/api/ps")]
+        assert named == [["chat", "small"], ["small"]]
         assert await world.get("/v1/models/small") == (await world.get("/v1/models"))["data"][1]
         state = await world.get("/v1/pipeline")
         assert ([each["phase"] for each in state["pipelines"]], state["awake_max"]) == (["sleeping", "ready"], 1)

@@ -20,12 +20,12 @@ from relayline.deploy.cli.console_http import (
     key_option,
     unanswered,
     url_option,
+    why_silent,
 )
 from relayline.deploy.cli.options import OUTPUT, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, FileToWrite
 from relayline.deploy.cli.terminal import can_move
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
-from relayline.wire.common.texts import system_reason
 
 if TYPE_CHECKING:
     from relayline.coordinator.batches.asking import Progress
@@ -163,8 +163,8 @@ async def _ask(
     async with client(given["headers"], client_tls(url)) as session:
 
         def away(error: Exception) -> None:
-            reason = system_reason(error) or type(error).__name__
-            _say(f"{url} does not answer ({reason}); trying again for {_duration(first_answer_s)}", is_last=True)
+            again = f"trying again for {_duration(first_answer_s)}"
+            _say(f"{url} does not answer ({why_silent(error)}); {again}", is_last=True)
 
         try:
             usual = await streams_at(session, url, terms, away)  # also with --streams: is there a server at all?

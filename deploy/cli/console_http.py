@@ -28,6 +28,7 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 Command = Callable[..., Any]
 KEY_VARIABLE = "RELAYLINE_API_KEY"
 TOO_LONG = (ContextLengthError.label, "exceed_context_size_error")  # of OpenAI's API, and of llama-server
+NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # OpenSSL's reasons, by its version, where no TLS came
 KEY_STATUSES = (401, 403)  # no key, a wrong one, or one that may not do this
 
 _FOUND = f"{__name__}.found"  # in a click context: the pipeline of this machine that is looked at
@@ -156,10 +157,21 @@ def unanswered(url: str, error: Exception) -> StartError:
         from relayline.deploy.launch.trust import refused
 
         return StartError(f"{url}: {refused(error.certificate_error)}")
-    reason = system_reason(error) or str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorSSLError) and getattr(error.os_error, "reason", "") in NO_TLS:
+        return StartError(f"{url} does not answer: its port speaks no TLS; give http{url.removeprefix('https')}")
     return StartError(
-        f"{url} does not answer ({reason}); `relayline status` shows what runs here; if it runs elsewhere, give its URL"
+        f"{url} does not answer ({why_silent(error)}); `relayline status` shows what runs here; if it runs elsewhere, "
+        "give its URL"
     )
+
+
+def why_silent(error: Exception) -> str:
+    """Return why a server gives no answer, in the words of the system or of aiohttp."""
+    import aiohttp
+
+    if type(error) is aiohttp.ClientResponseError:  # whose text has the bytes that came
+        return "what listens there speaks no HTTP"
+    return system_reason(error) or str(error) or type(error).__name__
 
 
 class Coordinator:

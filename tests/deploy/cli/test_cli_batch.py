@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import socketserver
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -195,6 +196,34 @@ def test_without_wait_a_server_that_never_answered_is_not_waited_for(
     arguments = ["batch", str(batch_file(tmp_path, "a")), "-o", str(tmp_path / "out"), "--url", url, *flags]
     with pytest.raises(StartError, match=r"does not answer \(Connection refused\)"):
         batch_command.main(arguments[1:], standalone_mode=False)
+
+
+def refusal_at(url: str, tmp_path: Path) -> str:
+    """Return why a batch does not begin."""
+    arguments = [str(batch_file(tmp_path, "a")), "-o", str(tmp_path / "out"), "--url", url]
+    with pytest.raises(StartError) as caught:
+        batch_command.main(arguments, standalone_mode=False)
+    return caught.value.message
+
+
+def test_a_port_without_tls_or_without_http_is_called_so(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayline.deploy.cli.batch.FIRST_ANSWER_S", 0.0)
+    secure = server.url.replace("http:", "https:")
+    assert refusal_at(secure, tmp_path) == f"{secure} does not answer: its port speaks no TLS; give {server.url}"
+
+    class Other(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass  # bytes that nobody reads would reset the connection
+            self.wfile.write(b"SSH-2.0-other\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        assert refusal_at(url, tmp_path).startswith(f"{url} does not answer (what listens there speaks no HTTP); ")
+        other.shutdown()
 
 
 def test_a_server_that_is_away_at_the_start_is_waited_for(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 
 from relayline.deploy.cli.interrupts import SUPERVISED, EndAtOnce, ignore_hangups
+from relayline.deploy.cli.streams import open_closed_streams
 
 # Before numpy is imported. Its OpenBLAS ends its threads when the process forks, and waits for them for ever where
 # another thread of ours has them compute: uvloop forks to start a process. Nothing here needs more than one thread,
@@ -20,6 +21,7 @@ _quietly.__enter__()  # here, since the console script still has a few lines to 
 def main() -> None:
     """Entry point of the console script."""
     _quietly.__enter__()
+    open_closed_streams()
     if SUPERVISED in sys.argv:
         ignore_hangups()
     from relayline.deploy.cli import main as command

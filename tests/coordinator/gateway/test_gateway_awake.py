@@ -123,6 +123,16 @@ def test_one_that_is_idle_makes_room_and_the_request_waits_until_it_sleeps() -> 
     assert world.running == [third, again], "one that is awake answers at once"
 
 
+def test_one_that_fell_asleep_by_itself_holds_no_place() -> None:
+    world = World("ab", 1)
+    world.ends(world.asks("a"))
+    world.now_ns += 1
+    world.is_asleep["a"] = True
+    world.poll("a")
+    other = world.asks("b")
+    assert (world.running, world.falling) == ([other], set())
+
+
 def test_a_busy_pipeline_ends_its_requests_before_it_sleeps() -> None:
     world = World("ab", 1)
     long = world.asks("a")

@@ -135,6 +135,32 @@ async def test_one_address_has_only_so_many(monkeypatch: pytest.MonkeyPatch) -> 
         assert not any(reader.at_eof() for reader in kept)
 
 
+async def test_an_address_with_too_many_makes_room_among_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "RELAYED_PER_ADDRESS_MAX", 2)
+    monkeypatch.setattr("relayline.coordinator.relay.door.is_loopback", lambda host: False)
+    async with a_door() as (door, tickets), contextlib.AsyncExitStack() as stack:
+
+        async def come(address: str) -> asyncio.StreamReader:
+            n_before = len(tickets) + door.n_refused
+            reader, writer = await asyncio.open_connection(LOCAL, door.port, local_addr=(address, 0))
+            stack.callback(writer.close)
+            while len(tickets) + door.n_refused == n_before:
+                await pause()
+            return reader
+
+        neighbour = await come("127.0.0.3")
+        own = [await come("127.0.0.2") for _ in range(3)]
+        assert await is_closed(own[0]), "its oldest that is silent"
+        assert (door.n_open, neighbour.at_eof()) == (3, False)
+        while len(door._lending) > door.n_open:
+            await pause()  # nothing waits on behalf of one that is gone
+        monkeypatch.setattr(bounds, "RELAYED_CONNECTIONS_MAX", 3)
+        for arrival in door._open.values():
+            arrival.counts.from_stage_bytes = 1
+        assert await is_closed(await come("127.0.0.4")), "all of the stage's are in use"
+        assert (door.n_open, door.n_refused) == (3, 1)
+
+
 async def test_nothing_is_left_of_a_connection_that_was_not_taken_or_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     before = asyncio.all_tasks()
     monkeypatch.setattr(bounds, "RELAY_PICK_UP_S", 0.05)

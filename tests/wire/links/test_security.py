@@ -15,8 +15,9 @@ from cryptography.hazmat.primitives import serialization
 from relayline.stage.config import StageConfig
 from relayline.wire.common.errors import InternalError, UsageError
 from relayline.wire.links import rpc
+from relayline.wire.links.guard import CERTIFICATES_MAX, Guard
 from relayline.wire.links.refusals import CLIENT_REASONS, HOSTS_MAX, QUIET_NS, Reason, RefusalLog, peer_of, reason_named
-from relayline.wire.links.roles import Role
+from relayline.wire.links.roles import Credential, Role
 from relayline.wire.links.security import (
     PLAINTEXT,
     LinkSecurity,
@@ -273,3 +274,21 @@ def test_names_of_peers():
     assert peer_of("ipv6:%5B::1%5D:80") == ("::1", 80)
     assert peer_of("ipv6:[::ffff:10.0.0.1]:80") == ("10.0.0.1", 80)
     assert peer_of("unix:") == ("unix", 0)
+
+
+def test_certificates_of_callers_are_read_once_and_the_longest_unused_forgotten(monkeypatch: pytest.MonkeyPatch):
+    read: list[bytes] = []
+
+    def credential_of(pem: bytes) -> Credential:
+        read.append(pem)
+        return Credential(None, len(read))
+
+    monkeypatch.setattr("relayline.wire.links.tls_material.credential_of", credential_of)
+    guard = Guard(PLAINTEXT)
+    pems = [b"%d" % number for number in range(CERTIFICATES_MAX + 1)]
+    for pem in (*pems[:-1], pems[0], pems[-1], pems[0]):
+        assert guard._certified({"x509_pem_cert": [pem]}).serial == pems.index(pem) + 1
+    assert read == pems
+    guard._certified({"x509_pem_cert": [pems[1]]})
+    assert read == [*pems, pems[1]], "it was forgotten for the last one"
+    assert len(guard._known) == CERTIFICATES_MAX

@@ -186,7 +186,9 @@ def test_waiting_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     surplus = world.asks("b")
     assert (world.waiting, world.given_up) == (held, [surplus])
     assert "too many requests wait" in world.errors[0]
-    world.passes(WAIT_MAX_S)
+    world.passes(WAIT_MAX_S - 1)
+    assert world.waiting == held
+    world.passes(1)
     assert world.given_up == [surplus, *held]
     assert "1 of the pipelines here may be awake at once; this one has waited 300 s" in world.errors[-1]
 
@@ -384,6 +386,15 @@ def test_a_removed_pipelines_requests_are_given_up_and_its_place_is_free() -> No
     world.is_asleep["a"] = True
     world.take(world.core.removed("a", world.now_ns))
     assert world.running == [mine, last]
+    assert world.core.told("a", Told.ASLEEP, world.now_ns) == [], "nobody waits for what it says"
+
+
+def test_an_answer_of_one_that_was_not_told_counts_for_nothing() -> None:
+    world = World("ab", 1)
+    mine = world.asks("a")
+    world.asks("b")
+    assert world.core.told("a", Told.ASLEEP, world.now_ns) == []
+    assert (world.running, world.core.counts("a").n_sleeps) == ([mine], 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from relayline.coordinator.gateway import awake
 from relayline.coordinator.gateway.awake import Awake, Decision, GiveUp, Go, PutToSleep, Told
-from relayline.coordinator.gateway.bounds import FALL_MAX_S, SLEEP_AGAIN_MAX_S, SLEEP_AGAIN_S, TURN_S, WAIT_MAX_S
+from relayline.coordinator.gateway.bounds import (
+    FALL_MAX_S,
+    RETRY_AFTER_S,
+    SLEEP_AGAIN_MAX_S,
+    SLEEP_AGAIN_S,
+    TURN_S,
+    WAIT_MAX_S,
+)
 
 NS = 1_000_000_000
 
@@ -164,9 +171,63 @@ def test_one_whose_turn_has_just_come_is_not_closed_at_once() -> None:
     world.answers("a")
     again = world.asks("b")
     assert (world.running, world.waiting) == ([other, again], [late]), "though `late` has waited long"
-    world.passes(TURN_S)
+    world.passes(TURN_S - 1)
+    assert not world.core.is_shut("b")
+    world.passes(1)
     last = world.asks("b")
     assert world.waiting == [late, last]
+
+
+def test_the_one_that_has_been_awake_longest_is_closed_first_and_as_many_as_others_wait_for() -> None:
+    world = World("abcd", 2)
+    for name in "ab":
+        world.asks(name)
+        world.now_ns += 1
+    world.passes(TURN_S)
+    world.asks("c")
+    world.passes(TURN_S)
+    assert [name for name in "ab" if world.core.is_shut(name)] == ["a"]
+    world.asks("d")
+    world.passes(TURN_S)
+    assert [name for name in "ab" if world.core.is_shut(name)] == ["a", "b"]
+
+
+def test_only_as_many_are_put_to_sleep_as_are_wanted() -> None:
+    world = World("abc", 2)
+    for name in "ab":
+        world.ends(world.asks(name))
+        world.now_ns += 1
+    world.asks("c")
+    assert world.falling == {"a"}
+    world.passes(1)
+    assert world.falling == {"a"}, "its place becomes free"
+
+
+def test_no_busy_one_is_closed_where_another_has_just_become_idle() -> None:
+    world = World("abc", 2)
+    world.asks("a")
+    short = world.asks("b")
+    world.asks("c")
+    world.passes(TURN_S - 1)
+    world.now_ns += NS
+    world.ends(short)
+    assert world.falling == {"b"}
+    assert not world.core.is_shut("a")
+
+
+def test_whether_there_is_a_place_for_one_more() -> None:
+    assert Awake(0).has_place, "there is no limit"
+    world = World("abc", 2)
+    world.asks("a")
+    assert world.core.has_place
+    world.asks("b")
+    assert not world.core.has_place
+    for _ in range(2):
+        world.asks("c")
+    world.core.came("c", world.now_ns, is_start=True)
+    assert (world.core.counts("c").n_waiting, world.core.counts("a").n_waiting) == (2, 0), "a start is no request"
+    world.core.limit = 3
+    assert not world.core.has_place, "it is for the one that waits"
 
 
 def test_when_nobody_waits_any_more_the_busy_one_takes_requests_again() -> None:
@@ -186,6 +247,7 @@ def test_waiting_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     surplus = world.asks("b")
     assert (world.waiting, world.given_up) == (held, [surplus])
     assert "too many requests wait" in world.errors[0]
+    assert awake._refusal(1, "x").retry_after_s == RETRY_AFTER_S
     world.passes(WAIT_MAX_S - 1)
     assert world.waiting == held
     world.passes(1)

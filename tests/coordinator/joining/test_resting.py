@@ -49,6 +49,7 @@ class World:
 
 async def test_it_is_done_once_all_have_freed_their_memory() -> None:
     world = World()
+    assert world.resting.done.is_set(), "nobody was told anything"
     sending = world.resting.tell(is_asleep=True, route_id=ROUTE)
     assert not world.resting.done.is_set(), "before the first order has left"
     assert world.states == [HostState.SLEEPING] * 2, "nothing can be sent there from now on"
@@ -74,7 +75,9 @@ async def test_a_stage_that_knows_no_sleep_is_told_nothing_and_waited_for_by_nob
     assert "b stays loaded" in caplog.text
     world.resting.answered(0)
     assert world.resting.done.is_set()
+    caplog.clear()
     assert not world.resting.first(world.members[1], pb.JoinResponse()).HasField("rest")
+    assert "b stays loaded" in caplog.text, "it is said of one that joins later, too"
 
 
 async def test_one_that_joins_later_is_told_in_its_first_order() -> None:

@@ -11,7 +11,7 @@ import click
 
 from relayline.deploy.cli.options import FloatRange
 from relayline.deploy.cli.paths import Directory
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.places import artifacts_dir
 from relayline.wire.common.units import MIB
 
@@ -74,12 +74,15 @@ def _entries(kind: str | None, directory: Path | None) -> list[Kept]:
 
 
 def _outcome(entry: Kept, kind: str | None) -> str:
-    """Remove an entry where it may be; returns what became of it."""
+    """Remove an entry where it may be; returns what became of it. Raises StartError where the system forbids it."""
     from relayline.deploy.launch.cached import IN_USE
 
     if entry.state == IN_USE or (entry.kind == "downloads" and kind is None):
         return "kept"
-    return "removed" if entry.remove() else "being fetched"
+    try:
+        return "removed" if entry.remove() else "being fetched"
+    except OSError as error:  # it may name a file without its directory
+        raise StartError(f"{entry.path}: cannot be removed: {error.strerror or error}") from error
 
 
 def _show(entry: Kept, state: str, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from relayline.deploy.cli.cache import _outcome
+from relayline.deploy.launch.cached import Kept
 from relayline.deploy.testing.processes import relayline
 from relayline.stage.joining.artifact_store import Slot, cached, remove
+from relayline.wire.common.errors import StartError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 
@@ -55,3 +59,13 @@ def test_a_fetch_under_way_is_left_alone(tmp_path: Path) -> None:
     slot.unlock()
     assert remove(entry)
     assert cached(tmp_path) == []
+
+
+def test_an_entry_that_cannot_be_removed_is_named_with_its_directory(tmp_path: Path) -> None:
+    def remove_it() -> bool:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "stage-1.gguf")  # as shutil.rmtree does
+
+    entry = Kept("splits", "small", tmp_path / "small", 1, "whole", 0.0, remove_it)
+    with pytest.raises(StartError) as caught:
+        _outcome(entry, None)
+    assert caught.value.message == f"{tmp_path / 'small'}: cannot be removed: Read-only file system"

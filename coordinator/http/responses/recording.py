@@ -24,6 +24,7 @@ class Recording:
 
     `read_bytes_max` bounds those that somebody has read, or that nobody reads now. What the foremost reader has not
     read yet stays up to `bytes_max`, so that a reader that keeps up loses nothing. The latest events stay in any case.
+    The last ones repeat the whole answer, several times: while somebody reads, they push out nothing.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Recording:
         self.n_dropped = 0  # events that are no longer kept
         self.is_over = False  # no event follows
         self._read_bytes_max, self._bytes_max = read_bytes_max, bytes_max
+        self._is_closing = False  # the last events come
         self._events: deque[bytes] = deque()
         self._readers: set[Reader] = set()
 
@@ -50,6 +52,10 @@ class Recording:
                 self.n_bytes += len(event) + EVENT_BYTES
         self._drop(n_before)
         self._tell()
+
+    def closing(self) -> None:
+        """Only the last events follow."""
+        self._is_closing = True
 
     def end(self) -> None:
         """No event follows."""
@@ -94,6 +100,8 @@ class Recording:
 
     def _drop(self, n_before: int) -> None:
         """Keep the bounds without any of the events that follow the first `n_before`."""
+        if self._is_closing and self._readers:
+            return
         n_read = max((reader.number for reader in self._readers), default=n_before)
         while self.n_bytes > self._read_bytes_max and self.n_dropped < n_before:
             if self.n_dropped >= n_read and self.n_bytes <= self._bytes_max:

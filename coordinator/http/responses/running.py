@@ -66,6 +66,7 @@ class Running:
         self._write(self.dialect.growth_event(0, growth) if growth else b"")
         reason = answers.states[0].finish_reason
         if reason is not None:
+            self._closing()
             self._write(self.dialect.finish_event(0, reason, growth.stop))
         return growth
 
@@ -88,6 +89,7 @@ class Running:
     def fail(self, error: RelaylineError) -> Stored:
         """End it with an error."""
         set_failure(self.record, error.label, error.message)
+        self._closing()
         self._write(self.dialect.close_open())
         if isinstance(error, RequestCancelledError):
             return self._ended(self.dialect.state("cancelled"))
@@ -98,6 +100,7 @@ class Running:
     def cancel(self) -> Stored:
         """End it because its client wishes so. OpenAI's API has no event for that."""
         set_failure(self.record, CLIENT_GONE, "the client has cancelled it")
+        self._closing()
         self._write(self.dialect.close_open())
         return self._ended(self.dialect.state("cancelled"))
 
@@ -109,6 +112,10 @@ class Running:
     def is_going(self) -> None:
         """It has said something new."""
         self._going.set()
+
+    def _closing(self) -> None:
+        if self.recording is not None:
+            self.recording.closing()
 
     def _write(self, frames: bytes) -> None:
         if self.recording is not None:

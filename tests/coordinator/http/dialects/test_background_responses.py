@@ -245,6 +245,44 @@ def test_a_reader_that_keeps_up_loses_no_event() -> None:
     assert kept.since(9, 9) == recording.since(9, 9)
 
 
+def test_the_last_events_push_out_none_that_somebody_has_still_to_read() -> None:
+    recording = Recording(3 * (6 + EVENT_BYTES), 6 * (6 + EVENT_BYTES))
+    first, second = Reader(0, lambda: None), Reader(0, lambda: None)
+    recording.follow(first)
+    recording.follow(second)
+    for number in range(3):
+        recording.add(b"data:%d\n\n" % number)
+    first.number = 3
+    recording.closing()
+    for number in range(3, 9):
+        recording.add(b"data:%d\n\n" % number * 9)
+    assert recording.since(0, 9) is not None, "the second reader has read nothing yet"
+    for reader in (first, second):
+        recording.leave(reader)
+    recording.add(b"data:9\n\n")
+    assert recording.n_events - recording.n_dropped == 3, "nobody reads: the bounds hold"
+    assert recording.kept().n_events == recording.n_events
+
+
+async def test_the_end_of_an_answer_that_is_larger_than_its_words_is_read(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its words fit what may be unread, and its last events, which repeat them three times and once more, do not."""
+    monkeypatch.setattr(running, "Recording", lambda: Recording(3_000, 150_000))
+    top = tuple((token, -1.25) for token in range(97, 117))
+    generator = FakeGenerator(lambda request: tokens(request, b"hello, you there" * 4, top=top))
+    async with client_of(tokenizer, generator) as (client, _):
+        stream = await client.responses.create(
+            model=MODEL, input="hi", background=True, stream=True, top_logprobs=20,
+            include=["message.output_text.logprobs"],
+        )  # fmt: skip
+        events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    sizes = {each.type: len(each.to_json(indent=None)) for each in events}
+    assert sizes["response.output_text.done"] * 3 > 150_000 > 80 * sizes["response.output_text.delta"]
+    assert events[-1].type == "response.completed"
+
+
 async def test_an_answer_with_many_log_probabilities_is_streamed_to_its_end(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

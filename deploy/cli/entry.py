@@ -4,10 +4,11 @@ to nothing, and all else only once SIGINT has its handler.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
-from relayline.deploy.cli.interrupts import SUPERVISED, EndAtOnce, ignore_hangups
+from relayline.deploy.cli.interrupts import SUPERVISED, EndAtOnce, ignore_hangups, ignore_the_last
 from relayline.deploy.cli.streams import open_closed_streams
 
 # Before numpy is imported. Its OpenBLAS ends its threads when the process forks, and waits for them for ever where
@@ -15,6 +16,7 @@ from relayline.deploy.cli.streams import open_closed_streams
 # whatever the environment says for other programs.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 _quietly = EndAtOnce()
+atexit.register(ignore_the_last)  # the first one here, so the last one that is called
 _quietly.__enter__()  # here, since the console script still has a few lines to go
 
 

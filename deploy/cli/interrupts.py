@@ -40,3 +40,13 @@ class EndAtOnce:
     def __exit__(self, *_: object) -> None:
         if signal.getsignal(signal.SIGINT) is _end:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ignore_the_last() -> None:
+    """A SIGINT from here on does nothing.
+
+    It is called when all is done. Python then gives up its handlers, before it has ended: the system would kill the
+    process, whose exit code says by now what it did.
+    """
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

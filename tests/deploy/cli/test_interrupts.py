@@ -36,6 +36,18 @@ class Placed(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Placed())
 runpy.run_module("relayline.deploy.cli", run_name="__main__", alter_sys=True)
 """
+# A command that is interrupted when Python, at its end, has given up its own handlers of signals.
+AT_THE_END = """
+import os, runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+
+last = Last()
+runpy.run_module("relayline.deploy.cli", run_name="__main__", alter_sys=True)
+"""
 # A command that is interrupted while native code calls Python in the middle of a measurement.
 IN_A_CALLBACK = """
 import ctypes, os, runpy, signal
@@ -79,6 +91,12 @@ def test_an_interrupt_during_imports_leaves_no_traceback(module: str) -> None:
     assert done.returncode == INTERRUPTED, done.stderr
     assert done.stderr.strip() in ("", "relayline: error: interrupted")
     assert not done.stdout.strip()
+
+
+def test_an_interrupt_when_all_is_done_changes_nothing() -> None:
+    done = interrupted(AT_THE_END, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("relayline")
 
 
 def test_an_interrupt_ends_a_measurement_though_native_code_runs(tmp_path: Path) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -12,6 +18,7 @@ from relayline.deploy.cli.top_gateway import figures_of, gateway_frame
 from relayline.deploy.cli.unequal import gateway_lines
 from relayline.deploy.launch.board import unlike_manifest
 from relayline.deploy.launch.gateway.change import GatewayDifference, difference, join_ports, restarting
+from relayline.deploy.launch.gateway.keeper import Keeper
 from relayline.deploy.launch.gateway.plan import Started, plan_members
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
@@ -145,6 +152,22 @@ def test_a_gateways_pipelines_are_listed() -> None:
         "a   ready  serves m, 3 running, http://h:1",
         "bb  dead (it is off)  serves m, 3 running, http://h:1",
     ]
+
+
+async def test_reports_that_nobody_reads_end_a_start_but_no_gateway_that_serves() -> None:
+    def nobody_reads(_: dict[str, Any]) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    kept: Any = SimpleNamespace(child=SimpleNamespace(name="one", pid=1), first=first, ends_all=True)
+    keeper: Any = SimpleNamespace(board=mock.MagicMock(), _emit=nobody_reads)
+    with pytest.raises(BrokenPipeError):
+        Keeper._serves(keeper, kept, {"url": "http://h:1"})
+    kept.ends_all = False  # it came while others serve
+    Keeper._serves(keeper, kept, {"url": "http://h:1"})
+    assert first.done()
+    kept.ends_all = True
+    Keeper._serves(keeper, kept, {"url": "http://h:2"})
 
 
 def test_names_states_and_counts_are_whole_at_40_columns() -> None:

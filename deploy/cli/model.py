@@ -20,7 +20,8 @@ from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
 from relayline.deploy.cli.options import OUTPUT, IntRange, Line, parse_cuts
 from relayline.deploy.cli.paths import Directory, NamedPath
-from relayline.deploy.models.model_source import is_on_hub, local_model
+from relayline.deploy.models.hub_headers import model_or_headers
+from relayline.deploy.models.model_source import check_here, is_on_hub, local_model
 from relayline.deploy.models.progress import progress_bar
 from relayline.deploy.models.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
@@ -39,22 +40,33 @@ def _model_here(_: click.Context, __: click.Parameter, named: str) -> Path:
     return local_model(named)
 
 
+def _model_anywhere(_: click.Context, __: click.Parameter, named: str) -> str:
+    """Return the name of a model on this machine or on the hub. Raises UsageError."""
+    check_here(named)
+    return named
+
+
 MODEL = click.argument("model", type=NamedPath(as_text=True), callback=_model_here)
 
 
 @click.command("inspect", short_help="Show a model's layers, sizes and legal cuts.")
-@MODEL
+@click.argument("model", type=NamedPath(as_text=True), callback=_model_anywhere)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def inspect_command(model: Path, as_json: bool) -> None:
+def inspect_command(model: str, as_json: bool) -> None:
     """Show the layers and sizes of MODEL, and where it can be cut.
 
-    MODEL is a GGUF file, any of its shards, or their directory.
+    MODEL is a GGUF file, any of its shards, their directory, or a model on the hub as for `up`. Of that only the header
+    is downloaded, some MB.
     """
-    facts = inspect_model(model)
-    if as_json:
-        click.echo(json.dumps(facts_as_json(facts), indent=2))
-    else:
+    with model_or_headers(model) as shown:
+        facts = inspect_model(shown.path)
+        if as_json:
+            named = {} if not shown.download_bytes else {"path": model}
+            click.echo(json.dumps(facts_as_json(facts) | named, indent=2))
+            return
         _print_facts(facts, Console())
+        if shown.note:
+            click.echo(shown.note)
 
 
 def facts_as_json(facts: ModelFacts) -> dict[str, object]:

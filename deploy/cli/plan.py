@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import os
@@ -59,7 +60,8 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
                  bench: Path | None, as_json: bool, **settings: Any) -> None:  # fmt: skip
     """Plan MANIFEST or MODEL: show the split with the most predicted tokens per second that fits every host's memory.
 
-    MODEL is as for `up`. Without --hosts the plan is for two stages on this machine.
+    MODEL is as for `up`. Without --hosts the plan is for two stages on this machine. Of a model on the hub only the
+    header is downloaded, some MB, unless --measure needs its weights.
 
     Speeds are measured (--measure, or a calibration file of the host), declared in the manifest, or estimated; the
     table says which. The plan keeps the manifest's order of stages and its layer ranges. Exit code 2 if nothing fits.
@@ -67,7 +69,7 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
     For a gateway's MANIFEST this plans every pipeline that `up` starts, and adds up their needs on shared machines.
     """
     from relayline.deploy.cli.plan_gateway import plan_gateway_manifest
-    from relayline.deploy.cli.planned import planned_manifest
+    from relayline.deploy.cli.planned import planned_manifest, shown_target
     from relayline.deploy.launch.target import gateway_of
     from relayline.deploy.planning import report as plan_report
 
@@ -86,8 +88,10 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
         plan_one = functools.partial(make_plan, n_streams=streams, measure=measure, quiet=as_json)
         plan_gateway_manifest(gateway, plan_one, as_json=as_json)
         return
-    loaded = planned_manifest(target, [host.strip() for host in hosts.split(",")] if hosts else [], changes)
-    plan = make_plan(loaded, n_streams=streams, measure=measure, is_running=is_compare, quiet=as_json)
+    with shown_target(target, needs_weights=measure) as (here, note):
+        loaded = planned_manifest(here, [host.strip() for host in hosts.split(",")] if hosts else [], changes)
+        plan = make_plan(loaded, n_streams=streams, measure=measure, is_running=is_compare, quiet=as_json)
+        plan = _noted(plan, note)
     if not is_compare:
         if as_json:
             click.echo(json.dumps(plan_report.as_json(plan)))
@@ -123,26 +127,35 @@ def _compare(plan: Plan, url: str, name: str, seconds: float, bench: Path | None
 def make_plan(
     manifest: Manifest, *, n_streams: int = 0, measure: bool = False, is_running: bool = False, quiet: bool = False
 ) -> Plan:
-    """Plan a manifest.
+    """Plan a manifest. Of a model on the hub it reads the header alone, unless `measure` needs its weights.
 
     Raises UsageError where nothing fits or its draft model cannot draft, ModelFileError for a model that cannot be
     read.
     """
+    from relayline.deploy.launch.prepare import shown_model
+
+    with shown_model(manifest, needs_weights=measure) as shown:
+        if measure:
+            _measure(manifest, shown.path, quiet=quiet)
+        return _noted(_plan_of(manifest, shown.path, n_streams, is_running=is_running), shown.note)
+
+
+def _noted(plan: Plan, note: str) -> Plan:
+    return dataclasses.replace(plan, notes=(note, *plan.notes)) if note else plan
+
+
+def _plan_of(manifest: Manifest, model: Path, n_streams: int, *, is_running: bool) -> Plan:
     from relayline.coordinator.model.inspection import inspect_model
     from relayline.coordinator.planner.advice import advice
     from relayline.coordinator.planner.predict import predict
     from relayline.deploy.cli.plan_notes import draft_of, notes_of, order_note, variants, with_checked_draft
-    from relayline.deploy.launch.prepare import find_model
     from relayline.deploy.planning.inputs import best_for, instance_of
     from relayline.deploy.planning.report import Plan
 
-    model = find_model(manifest)
     facts = inspect_model(model)
     if facts.refusal is not None:
         raise UsageError(f"{model}: cannot be split: {facts.refusal}")
     manifest = with_checked_draft(manifest, model)
-    if measure:
-        _measure(manifest, model, quiet=quiet)
     instance = instance_of(manifest, facts, n_streams=n_streams, is_running=is_running)
     best = best_for(instance)
     prediction = predict(instance, best.edges)

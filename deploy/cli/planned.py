@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +18,25 @@ from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_hosts, with_stages
-from relayline.deploy.models.model_source import resolve_model
+from relayline.deploy.models.hub_headers import model_or_headers
+from relayline.deploy.models.model_source import is_on_hub, resolve_model
 from relayline.wire.common.errors import UsageError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@contextlib.contextmanager
+def shown_target(target: str, *, needs_weights: bool) -> Iterator[tuple[str, str]]:
+    """Give what to plan, and a note on it or an empty text.
+
+    A MODEL of the hub that is not here is planned by its headers, unless something needs its weights. They are there
+    until the end of the with block. Raises as `resolve_model`.
+    """
+    if needs_weights or manifest_of(target, Path.cwd()) is not None or not is_on_hub(target):
+        yield target, ""
+        return
+    with model_or_headers(target) as shown:
+        yield str(shown.path), shown.note
 
 
 def planned_manifest(target: str, hosts: Sequence[str], changes: Mapping[str, Any] = NOTHING) -> Manifest:

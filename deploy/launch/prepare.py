@@ -4,9 +4,10 @@ choice. All of it can be repeated: existing files are reused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from relayline.deploy.launch.own_tls import (
 from relayline.deploy.machine.cores import shares, write_cores
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.manifest.settings import open_context
+from relayline.deploy.models.hub_headers import Shown, model_or_headers
 from relayline.deploy.models.model_source import resolve_model
 from relayline.deploy.models.splits import split_for
 from relayline.deploy.planning.inputs import cuts_for
@@ -83,9 +85,26 @@ def with_credentials(manifest: Manifest, own_tls: Path) -> Manifest:
 
 def find_model(manifest: Manifest) -> Path:
     """Return the model's file here, loaded from the hub if it is there. Raises UsageError, ModelFileError."""
-    model = manifest.spec.model
-    path = manifest.model_path
-    return resolve_model(str(path) if path is not None else str(model.hf), model.sha256 or "")
+    return resolve_model(*_reference(manifest))
+
+
+def _reference(manifest: Manifest) -> tuple[str, str]:
+    """Return the model's name as `resolve_model` reads it, and its checksum."""
+    model, path = manifest.spec.model, manifest.model_path
+    return str(path) if path is not None else str(model.hf), model.sha256 or ""
+
+
+@contextlib.contextmanager
+def shown_model(manifest: Manifest, *, needs_weights: bool = False) -> Iterator[Shown]:
+    """Give the model's file, or its headers where it is on the hub and nothing needs its weights.
+
+    Raises as `find_model`.
+    """
+    if needs_weights:
+        yield Shown(find_model(manifest))
+        return
+    with model_or_headers(*_reference(manifest)) as shown:
+        yield shown
 
 
 def choose_cuts(manifest: Manifest, model: Path) -> tuple[int, ...]:

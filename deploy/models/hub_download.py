@@ -39,6 +39,8 @@ def load_blob(repo: str, file: str, revision: str) -> None:
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
     if not facts.etag or facts.size is None or (blobs / facts.etag).exists():
         return
+    if facts.size > constants.MAX_HTTP_DOWNLOAD_SIZE:  # by the hub's Xet protocol alone, which huggingface_hub speaks
+        return
     if urlsplit(facts.location).netloc != urlsplit(url).netloc:
         headers.pop("authorization", None)  # the token is for the hub, not for those who store its files
     blobs.mkdir(parents=True, exist_ok=True)

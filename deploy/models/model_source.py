@@ -106,8 +106,7 @@ def resolve_model(reference: str, sha256: str = "") -> Path:
     Raises UsageError (a reference that is none, nothing there, a checksum that cannot be one), ModelFileError (no
     access, no network, another content).
     """
-    if sha256 and not _SHA256.fullmatch(sha256.lower()):
-        raise UsageError(f"sha256 {sha256!r} is not 64 hexadecimal digits")
+    check_sha256(sha256)
     path = _from_hub(parse_reference(reference)) if is_on_hub(reference) else local_model(reference)
     if sha256:
         _check(path, sha256.lower())
@@ -121,7 +120,7 @@ def resolve_projector(reference: str, model: Path) -> Path:
     """
     if is_on_hub(reference):
         source = parse_reference(reference)
-        if not (name := projector_among(_names_of(source))):
+        if not (name := projector_among(names_on_hub(source))):
             raise ModelFileError(f"{HUB_SCHEME}{source.repo}: it holds no projector (mmproj*.gguf); name one as a file")
         return _load(source, name, source.revision)
     folders = [model.parent]
@@ -137,7 +136,7 @@ def projector_of(reference: str) -> str:
     """Return the name of the projector in a model's repository on the hub; empty without one, and for a path."""
     if not is_on_hub(reference):
         return ""
-    return projector_among(_names_of(parse_reference(reference)))
+    return projector_among(names_on_hub(parse_reference(reference)))
 
 
 def local_model(named: str) -> Path:
@@ -182,6 +181,12 @@ def _only_model(files: list[Path], where: str, others: list[Path]) -> Path:
     raise UsageError(f"{where}: has no .gguf file of a model")
 
 
+def check_sha256(sha256: str) -> None:
+    """Raise UsageError for a checksum that cannot be one; an empty text is none."""
+    if sha256 and not _SHA256.fullmatch(sha256.lower()):
+        raise UsageError(f"sha256 {sha256!r} is not 64 hexadecimal digits")
+
+
 def _check(path: Path, sha256: str) -> None:
     named = SHARD.fullmatch(path.name)
     if named is not None and int(named[3]) > 1:
@@ -194,10 +199,15 @@ def _check(path: Path, sha256: str) -> None:
         raise ModelFileError(f"{path}: its sha256 is {found}, not {sha256}; it is another file, or damaged")
 
 
+def with_file(model: HubFile) -> HubFile:
+    """Return the model with the name of its file, chosen by its quantisation. Raises ModelFileError."""
+    if model.file:
+        return model
+    return dataclasses.replace(model, file=chosen_file(names_on_hub(model), model.quant, f"{HUB_SCHEME}{model.repo}"))
+
+
 def _from_hub(model: HubFile) -> Path:
-    if not model.file:
-        names = _names_of(model)
-        model = dataclasses.replace(model, file=chosen_file(names, model.quant, f"{HUB_SCHEME}{model.repo}"))
+    model = with_file(model)
     files = model.shards()
     first = _load(model, files[0], model.revision)
     # A branch may move while a large set loads; the rest comes from the commit that the first shard came from.
@@ -223,7 +233,7 @@ class _HubLines(logging.Handler):
             log.warning("the hub does not answer; trying again for up to half a minute")
 
 
-def _set_up_hub() -> None:
+def set_up_hub() -> None:
     """Prepare huggingface_hub: the place of its cache, before it is imported, and its log."""
     if not os.environ.get("XDG_CACHE_HOME"):
         # For a user without a home directory it keeps "~" as a plain name, a folder in the current directory.
@@ -236,12 +246,12 @@ def _set_up_hub() -> None:
         hub_log.propagate = False
 
 
-def _names_of(model: HubFile) -> list[str]:
+def names_on_hub(model: HubFile) -> list[str]:
     """Return the files of a repository; those that are here already where the hub cannot be asked.
 
     Raises ModelFileError.
     """
-    _set_up_hub()
+    set_up_hub()
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -250,7 +260,7 @@ def _names_of(model: HubFile) -> list[str]:
     except Exception as error:  # of the hub's client, of HTTP, of the system
         is_answer = isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
         if is_answer or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
-            _explain(model, "", model.revision, error)
+            explain_refusal(model, "", model.revision, error)
         if kept := _kept_names(model):
             return kept
         raise ModelFileError(
@@ -275,7 +285,7 @@ def _kept_names(model: HubFile) -> list[str]:
 
 
 def _load(model: HubFile, file: str, revision: str) -> Path:
-    _set_up_hub()
+    set_up_hub()
     import huggingface_hub  # here, because it is slow to import and most models are files
 
     try:
@@ -284,11 +294,14 @@ def _load(model: HubFile, file: str, revision: str) -> Path:
     except ModelFileError:
         raise
     except Exception as error:  # the hub's client raises its own errors, and those of HTTP, the system and its helpers
-        _explain(model, file, revision, error)
+        explain_refusal(model, file, revision, error)
     return Path(str(found))
 
 
-def _explain(model: HubFile, file: str, revision: str, error: Exception) -> NoReturn:
+def explain_refusal(model: HubFile, file: str, revision: str, error: Exception) -> NoReturn:
+    """Raise what a failure of the hub's client, of HTTP or of the system means for the user: ModelFileError, or
+    UsageError for a name that cannot be one.
+    """
     from huggingface_hub import errors
 
     where = f"{HUB_SCHEME}{model.repo}/{file}".rstrip("/")

@@ -21,6 +21,7 @@ class Hub:
     files: dict[str, bytes]
     token: str = ""  # required from every caller
     gated: bool = False
+    knows_ranges: bool = True
     url: str = ""
     asked: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (method, path)
     ranges: list[str] = dataclasses.field(default_factory=list)  # of partially requested files
@@ -53,12 +54,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if body is None:
             return self._refuse(404, "EntryNotFound")
         etag, asked = hashlib.sha256(body).hexdigest(), self.headers.get("Range", "")
-        if with_body and asked:
+        if with_body and asked and self.hub.knows_ranges:
             self.hub.ranges.append(asked)
-            start, n_bytes = int(asked.removeprefix("bytes=").rstrip("-")), len(body)
-            body = body[start:]
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, n_bytes = int(first), len(body)
+            body = body[start : int(last) + 1 if last else n_bytes]
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{n_bytes - 1}/{n_bytes}")
+            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{n_bytes}")
         else:
             self.send_response(200)
         self.send_header("ETag", f'"{etag}"')

@@ -138,7 +138,7 @@ def test_a_model_may_be_a_directory_and_not_a_name_of_the_hub(model: Path, tmp_p
     assert json.loads(facts.stdout)["path"].endswith("only.gguf")
     (tmp_path / "empty").mkdir()
     refused_here(2, "inspect", tmp_path / "empty", says="empty: has no .gguf file of a model")
-    refused_here(2, "inspect", "org/repo", says="org/repo: no such file; `relayline pull org/repo` loads it")
+    refused_here(2, "split", "org/repo", says="org/repo: no such file; `relayline pull org/repo` loads it")
 
 
 def test_a_server_that_does_not_answer_is_named_with_the_cause(tmp_path: Path) -> None:

@@ -1,17 +1,8 @@
-"""Goal: a model reference leads to a file with the right content, or to one line that names the problem.
-
-The hub's client reads its environment when it is imported, so every load runs in a new process: a fork of one that has
-imported all else.
-"""
+"""Goal: a model reference leads to a file with the right content, or to one line that names the problem."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +12,9 @@ from relayline.deploy.models.hub_choice import chosen_file, projector_among
 from relayline.deploy.models.model_source import HubFile, local_model, parse_reference, resolve_model, resolve_projector
 from relayline.wire.common import file_hash
 from relayline.wire.common.errors import ModelFileError, UsageError
+from tests.support import hub_loads
 from tests.support.fake_hub import COMMIT, Hub, serving
+from tests.support.hub_loads import AT_ONCE, forking
 
 WHOLE = b"GGUF the whole model"
 SHARDS = {f"big/model-{n:05d}-of-00003.gguf": f"GGUF shard {n}".encode() for n in (1, 2, 3)}
@@ -37,34 +30,11 @@ except RelaylineError as error:
     sys.exit(3)
 """
 
-FORKS = """
-import json, os, sys, traceback
-import httpx2
-import relayline.deploy.models.model_source
-assert "huggingface_hub" not in sys.modules
-for line in sys.stdin:
-    program, words, environment, output, errors = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        for number, path in ((1, output), (2, errors)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = ["-c", *words]
-        code = 0
-        try:
-            exec(program, {"__name__": "__main__"})
-        except SystemExit as ended:
-            code = ended.code
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-# The hub's client tries again at once, as often as it would in half a minute.
-AT_ONCE = "import time\ntime.sleep = lambda seconds: None\n"
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with forking():
+        yield
 
 
 @pytest.fixture
@@ -73,41 +43,9 @@ def hub() -> Iterator[Hub]:
         yield running
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    command = [sys.executable, "-c", FORKS]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment | {"OPENBLAS_NUM_THREADS": "1"},
-    ) as begun:
-        _forks.append(begun)
-        yield
-        _forks.clear()
-
-
-_forks: list[subprocess.Popen[str]] = []
-
-
 def load(hub_url: str, home: Path, *arguments: str, program: str = PROGRAM, **environment: str) -> tuple[int, str]:
-    """Resolve in a fresh process with an empty hub cache under `home`; returns (exit code, output)."""
-    unset = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    settings = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1", "XDG_CACHE_HOME": str(home / "cache")}  # fmt: skip
-    with tempfile.TemporaryDirectory() as directory:
-        output, errors = (Path(directory, name) for name in ("output", "errors"))
-        request = [program, arguments, unset | settings | environment, str(output), str(errors)]
-        (begun,) = _forks
-        assert begun.stdin is not None
-        assert begun.stdout is not None
-        begun.stdin.write(json.dumps(request) + "\n")
-        begun.stdin.flush()
-        code = int(begun.stdout.readline())
-        assert code in (0, 3), errors.read_text()
-        return code, output.read_text().strip()
+    """Resolve in a fresh process; see `hub_loads.load`."""
+    return hub_loads.load(hub_url, home, *arguments, program=program, **environment)
 
 
 @pytest.mark.parametrize(
@@ -378,6 +316,15 @@ def test_a_download_that_was_cut_short_goes_on_where_it_ended(hub: Hub, tmp_path
     assert code == 0, text
     assert Path(text).read_bytes() == body
     assert hub.ranges == ["bytes=5000-"]
+
+
+def test_a_file_too_large_for_http_is_left_to_the_hubs_client(hub: Hub, tmp_path: Path) -> None:
+    bounded = (
+        "import huggingface_hub\nfrom huggingface_hub import constants\nconstants.MAX_HTTP_DOWNLOAD_SIZE = 8\n"
+        "huggingface_hub.hf_hub_download = lambda repo, file, revision: f'by xet: {file}'\n"
+    )
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=bounded + PROGRAM)
+    assert (code, text) == (0, "by xet: model.gguf")
 
 
 def test_a_checksum_of_one_shard_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import stage_directory
@@ -20,7 +21,8 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair
-from relayline.wire.settings.table import ServingSettings
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import EngineSettings, ServingSettings
 from relayline.wire.telemetry.choice import chosen
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
@@ -134,6 +136,25 @@ def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
             "the context of %d tokens is longer than the %d that %s was trained for: answers beyond them may "
             "make no sense; --ctx %d saves memory too",
                     ctx_tokens, file.ctx_train, file.model_name, file.ctx_train)  # fmt: skip
+
+
+def warn_of_unused_drafts(engine: EngineSettings, path: Path) -> None:
+    """Warn of settings for drafts that do nothing with a model. Raises ModelFileError for a file that is none."""
+    if not (engine.mtp_drafts or engine.rewind_rows):
+        return
+    facts = inspect_model(path)
+    model, has_states = facts.model_name or facts.architecture, any(facts.state_bytes_per_lane)
+    rewinds, drafts = (entry_of(EngineSettings, name).flag for name in ("rewind_rows", "mtp_drafts"))
+    if engine.rewind_rows and not has_states:
+        log.warning("%s %d does nothing: %s has no recurrent states", rewinds, engine.rewind_rows, model)
+    elif engine.rewind_rows and not facts.rewinds_states:
+        text = "%s %d does nothing: llama.cpp cannot take back the recurrent states of %s"
+        log.warning(text, rewinds, engine.rewind_rows, model)
+    if engine.mtp_drafts and facts.prediction is None:
+        log.warning("%s %d does nothing: %s has no prediction layers that can draft", drafts, engine.mtp_drafts, model)
+    elif engine.mtp_drafts and has_states and not engine.rewind_rows:
+        text = "%s %d does nothing without %s N: %s has recurrent states, which a wrong guess changes"
+        log.warning(text, drafts, engine.mtp_drafts, rewinds, model)
 
 
 def check_security(manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from relayline.coordinator.model.gguf_file import headers_read_once
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context
+from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context, warn_of_unused_drafts
 from relayline.deploy.launch.companions import check_companions
 from relayline.deploy.launch.first_plan import keep_plan, plan_event, waits_for_hosts
 from relayline.deploy.launch.launch_plan import LaunchPlan
@@ -111,6 +111,7 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
                     manifest.spec.coordinator.host)  # fmt: skip
     model = find_model(manifest)
     check_companions(manifest, model)
+    warn_of_unused_drafts(manifest.engine, model)
     manifest = with_credentials(manifest, directory.tls)
     check_security(manifest)
     if waits_for_hosts(manifest, model, to_start.measure, is_again=to_start.is_again):

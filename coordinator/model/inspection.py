@@ -43,6 +43,7 @@ from relayline.wire.model_files.model_check import LAYERS_MAX, check_model
 
 BLOCK_NAME = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<rest>.+)$")
 EMBEDDING = "token_embd.weight"
+STAGE_INDEX = "relayline.stage_index"  # a key of artifacts alone
 HEAD = "output.weight"
 # Tensors outside the blocks that are known to be used before the first or after the last block, or by every block.
 GLOBAL_TENSORS = frozenset({
@@ -200,6 +201,24 @@ def facts_of(model: GgufModel) -> ModelFacts:
         indexers=family.indexers(metadata),
         long_rope=_long_rope(model, header.architecture),
     )
+
+
+def inspect_whole(path: Path) -> ModelFacts:
+    """Do the same for a model that is to be split or planned. Raises ModelFileError also for one stage of a split."""
+    model = open_model(path)
+    check_whole(model)
+    return facts_of(model)
+
+
+def check_whole(model: GgufModel) -> None:
+    """Raise ModelFileError for one stage of a split."""
+    if STAGE_INDEX in model.entries:
+        raise ModelFileError(f"{model.path}: is already one stage of a split; give the whole model")
+
+
+def check_has_weights(model: GgufModel) -> None:
+    """Raise ModelFileError for a vocabulary alone."""
+    _tensor(model, EMBEDDING)
 
 
 def _read_header(model: GgufModel) -> _Header:

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from relayline.coordinator.model import families
 from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
-from relayline.coordinator.model.inspection import ModelFacts, check_support, facts_of, model_key
+from relayline.coordinator.model.inspection import ModelFacts, check_support, check_whole, facts_of, model_key
 from relayline.coordinator.model.pipeline_file import (
     PIPELINE_NAME,
     PIPELINE_VERSION,
@@ -78,8 +78,7 @@ def split_model(
         raise UsageError("give either the number of stages or the cuts")
     model = open_model(source)
     facts = facts_of(model)
-    if "relayline.stage_index" in model.entries:
-        raise ModelFileError(f"{source}: is already one stage of a split; give the whole model")
+    check_whole(model)
     check_support(facts, experimental=experimental)
     family = families.family_of(facts.architecture)
     if cuts is None:

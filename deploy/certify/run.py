@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
-from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.inspection import ModelFacts, check_support, facts_of
+from relayline.coordinator.model.inspection import ModelFacts, check_support, inspect_whole
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.certify.compare import Comparison, Noise, Tolerance, compare, tolerance_for, verdict
 from relayline.deploy.certify.pipeline import OnLine, SplitConfig, SplitRuns, run_split
@@ -28,7 +27,7 @@ from relayline.deploy.certify.reference import Reference
 from relayline.deploy.certify.whole_model import WholeConfig, plain_tokens
 from relayline.deploy.certify.workload import N_LANES, context_needed, draw_batches
 from relayline.deploy.launch.local import threads_per_stage
-from relayline.wire.common.errors import CutError, ModelFileError, RelaylineError, UsageError
+from relayline.wire.common.errors import CutError, RelaylineError, UsageError
 from relayline.wire.common.kv_layout import layout_refusal
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.settings.setting import arguments
@@ -136,10 +135,7 @@ def _smallest_plan(facts: ModelFacts, cut: int) -> tuple[int, ...]:
 
 def check_model(path: Path, *, experimental: bool) -> ModelFacts:
     """Read a model's facts. Raises ModelFileError or UnsupportedArchitectureError, as `split` does."""
-    model = open_model(path)
-    facts = facts_of(model)
-    if "relayline.stage_index" in model.entries:
-        raise ModelFileError(f"{path}: is already one stage of a split; give the whole model")
+    facts = inspect_whole(path)
     check_support(facts, experimental=experimental)
     return facts
 

@@ -145,14 +145,14 @@ def _noted(plan: Plan, note: str) -> Plan:
 
 
 def _plan_of(manifest: Manifest, model: Path, n_streams: int, *, is_running: bool) -> Plan:
-    from relayline.coordinator.model.inspection import inspect_model
+    from relayline.coordinator.model.inspection import inspect_whole
     from relayline.coordinator.planner.advice import advice
     from relayline.coordinator.planner.predict import predict
     from relayline.deploy.cli.plan_notes import draft_of, notes_of, order_note, variants, with_checked_draft
     from relayline.deploy.planning.inputs import best_for, instance_of
     from relayline.deploy.planning.report import Plan
 
-    facts = inspect_model(model)
+    facts = inspect_whole(model)
     if facts.refusal is not None:
         raise UsageError(f"{model}: cannot be split: {facts.refusal}")
     manifest = with_checked_draft(manifest, model)

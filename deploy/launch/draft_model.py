@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from relayline.coordinator.drafting.draft_model import check_drafts
+from relayline.coordinator.model.gguf_file import open_model
+from relayline.coordinator.model.inspection import check_has_weights, check_whole
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest
@@ -47,6 +49,9 @@ def check_draft_model(serving: ServingSettings, model: Path) -> None:
     path = Path(serving.draft_model)
     try:
         check_header(read_header(path))
+        draft = open_model(path)
+        check_whole(draft)
+        check_has_weights(draft)
         check_drafts(path, model)
     except (UsageError, ModelFileError) as error:
         raise type(error)(f"{_SETTING.flag}: {error}") from None

@@ -13,6 +13,7 @@ import pytest
 
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.speed import Sample
 from relayline.deploy.cli.plan import make_plan
 from relayline.deploy.cli.planned import planned_manifest
@@ -96,6 +97,12 @@ def test_a_draft_model_that_is_no_gguf_is_refused_and_not_left_out(model: Path, 
     other = make_tiny("llama", tmp_path / "other.gguf", vocab=64)
     with pytest.raises(UsageError, match=r"^--draft-model: .*same vocabulary"):
         make_plan(planned_manifest(str(model), [], {"coordinator.draftModel": str(other)}))
+
+
+def test_one_stage_of_a_split_is_not_planned(model: Path, tmp_path: Path) -> None:
+    split_model(model, tmp_path, cuts=(2,))
+    with pytest.raises(ModelFileError, match=r"stage-0.gguf: is already one stage of a split; give the whole model"):
+        make_plan(planned_manifest(str(tmp_path / "stage-0.gguf"), []))
 
 
 def test_the_command_shows_the_main_figures(model: Path, tmp_path: Path) -> None:

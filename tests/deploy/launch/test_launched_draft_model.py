@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner import instance
 from relayline.coordinator.planner.instance import Offload
 from relayline.coordinator.planner.memory import COORDINATOR_BYTES, HEADROOM, gpu_usable_bytes, stage_memory
@@ -82,6 +83,18 @@ def test_one_that_cannot_draft_is_refused_before_the_split(
         other.write_text("# not a model")
     with pytest.raises((UsageError, ModelFileError), match=rf"^--draft-model: .*other\.gguf: .*{line}"):
         check_companions(manifest_with(model, str(other)), model)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("tokenizer.gguf", "tensor token_embd.weight is missing"), ("stage-0.gguf", "is already one stage of a split")],
+)
+def test_a_part_of_a_split_cannot_draft_though_its_vocabulary_fits(
+    model: Path, tmp_path: Path, name: str, line: str
+) -> None:
+    split_model(model, tmp_path / "split", cuts=(1,))
+    with pytest.raises(ModelFileError, match=rf"^--draft-model: .*{name}: {line}"):
+        check_companions(manifest_with(model, str(tmp_path / "split" / name)), model)
 
 
 @pytest.mark.parametrize(

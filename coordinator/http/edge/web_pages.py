@@ -42,7 +42,8 @@ class PageRule:
         names = [_name_of(host) for host in given]
         for name in names:
             if self.checks_names and not self._is_own(name):
-                return f"this server does not answer to {name or 'that'!r}; {self._remedy(name)}"
+                shown = repr(name) if name else "a Host header that is no name"
+                return f"this server does not answer to {shown}; {self._remedy(name)}"
         for origin in origins:
             name = _origin_name(origin)
             same = not self.checks_names and name is not None and name in names
@@ -62,7 +63,8 @@ class PageRule:
 
     @staticmethod
     def _remedy(name: str | None) -> str:
-        return f"--allow-host {name} allows it; with --api-keys any name is allowed" if name else "see --allow-host"
+        any_name = "with --api-keys, and without --allow-host, any name is allowed"
+        return f"--allow-host {name} allows it; {any_name}" if name else "see --allow-host"
 
 
 def page_rule(listen_host: str, allowed: Iterable[str], origins: Iterable[str] = ()) -> PageRule:

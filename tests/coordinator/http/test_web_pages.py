@@ -75,7 +75,13 @@ def test_allowed_names_are_names_and_pages() -> None:
     rule = page_rule("127.0.0.1", ["Chat.Example", "192.0.2.1", "[2001:db8::1]"])
     for host in ("chat.example", "CHAT.example:443", "192.0.2.1:80", "[2001:db8::1]:80", "localhost"):
         assert rule.problem([host], [f"https://{host}"]) is None
-    assert "--allow-host other.example allows it" in str(rule.problem(["other.example"], []))
+    assert rule.problem(["other.example"], []) == (
+        "this server does not answer to 'other.example'; --allow-host other.example allows it; "
+        "with --api-keys, and without --allow-host, any name is allowed"
+    )
+    for host in ("", "unix:x"):
+        expected = "this server does not answer to a Host header that is no name; see --allow-host"
+        assert rule.problem([host], []) == expected
     assert rule.problem(["localhost"], ["https://chat.example", "https://other.example"]) is not None
 
 

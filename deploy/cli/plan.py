@@ -22,6 +22,7 @@ from relayline.wire.links.security import address_of
 from relayline.wire.settings.table import ServingSettings
 
 if TYPE_CHECKING:
+    from relayline.coordinator.model.inspection import ModelFacts
     from relayline.deploy.manifest import Manifest
     from relayline.deploy.planning.report import Plan
 
@@ -135,27 +136,34 @@ def make_plan(
     from relayline.deploy.launch.prepare import shown_model
 
     with shown_model(manifest, needs_weights=measure) as shown:
+        facts, manifest = _checked(manifest, shown.path)  # before measurements, which take minutes
         if measure:
             _measure(manifest, shown.path, quiet=quiet)
-        return _noted(_plan_of(manifest, shown.path, n_streams, is_running=is_running), shown.note)
+        return _noted(_plan_of(manifest, facts, n_streams, is_running=is_running), shown.note)
 
 
 def _noted(plan: Plan, note: str) -> Plan:
     return dataclasses.replace(plan, notes=(note, *plan.notes)) if note else plan
 
 
-def _plan_of(manifest: Manifest, model: Path, n_streams: int, *, is_running: bool) -> Plan:
+def _checked(manifest: Manifest, model: Path) -> tuple[ModelFacts, Manifest]:
+    """Return a model's facts, and the manifest with its draft model's path. Raises as `make_plan`."""
     from relayline.coordinator.model.inspection import inspect_whole
-    from relayline.coordinator.planner.advice import advice
-    from relayline.coordinator.planner.predict import predict
-    from relayline.deploy.cli.plan_notes import draft_of, notes_of, order_note, variants, with_checked_draft
-    from relayline.deploy.planning.inputs import best_for, instance_of
-    from relayline.deploy.planning.report import Plan
+    from relayline.deploy.cli.plan_notes import with_checked_draft
 
     facts = inspect_whole(model)
     if facts.refusal is not None:
         raise UsageError(f"{model}: cannot be split: {facts.refusal}")
-    manifest = with_checked_draft(manifest, model)
+    return facts, with_checked_draft(manifest, model)
+
+
+def _plan_of(manifest: Manifest, facts: ModelFacts, n_streams: int, *, is_running: bool) -> Plan:
+    from relayline.coordinator.planner.advice import advice
+    from relayline.coordinator.planner.predict import predict
+    from relayline.deploy.cli.plan_notes import draft_of, notes_of, order_note, variants
+    from relayline.deploy.planning.inputs import best_for, instance_of
+    from relayline.deploy.planning.report import Plan
+
     instance = instance_of(manifest, facts, n_streams=n_streams, is_running=is_running)
     best = best_for(instance)
     prediction = predict(instance, best.edges)

@@ -7,7 +7,7 @@ import re
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -99,10 +99,16 @@ def test_a_draft_model_that_is_no_gguf_is_refused_and_not_left_out(model: Path, 
         make_plan(planned_manifest(str(model), [], {"coordinator.draftModel": str(other)}))
 
 
-def test_one_stage_of_a_split_is_not_planned(model: Path, tmp_path: Path) -> None:
+def test_one_stage_of_a_split_is_not_planned_nor_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object, **__: object) -> NoReturn:
+        pytest.fail("it was measured before the refusal")
+
+    monkeypatch.setattr("relayline.deploy.cli.plan._measure", measured)
     split_model(model, tmp_path, cuts=(2,))
     with pytest.raises(ModelFileError, match=r"stage-0.gguf: is already one stage of a split; give the whole model"):
-        make_plan(planned_manifest(str(tmp_path / "stage-0.gguf"), []))
+        make_plan(planned_manifest(str(tmp_path / "stage-0.gguf"), []), measure=True)
 
 
 def test_the_command_shows_the_main_figures(model: Path, tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def test_a_code_is_open_until_it_expires_is_used_or_was_tried_too_often() -> Non
     assert checked(OPEN, 482, NOW) is OPEN
     assert checked(OPEN, 482, OPEN.expires) is OPEN
     assert "expired at 19:30 UTC; `relayline invite old`" in refusal(OPEN, OPEN.expires + datetime.timedelta(seconds=1))
-    assert "was used: stage old has joined" in refusal(dataclasses.replace(OPEN, is_used=True))
+    used = dataclasses.replace(OPEN, is_used=True)
+    assert "was used: stage old has joined;" in refusal(used)
+    assert "was used: stage old has joined at box:50049;" in used.problem(NOW, "box:50049")
     assert "is void after 5 wrong tries" in refusal(dataclasses.replace(OPEN, n_wrong=bounds.JOIN_CODE_WRONG_MAX))
     assert "no code here begins with 482" in refusal(None)
 
@@ -79,9 +81,11 @@ def test_exchanges_are_bounded() -> None:
     with pytest.raises(UnauthenticatedError):
         exchanges.end("2", 0)
     assert exchanges.end("3", 0) == 3
+    up_ns = 86_400 * S  # the machine has been up for a day
     for _ in range(bounds.JOIN_CODE_BEGUN_MAX):
-        exchanges.check_rate(0)
-    with pytest.raises(OverloadedError, match="wait 50 s") as caught:
-        exchanges.check_rate(10 * S)
-    assert caught.value.retry_after_s == 50
-    exchanges.check_rate(61 * S)
+        exchanges.check_rate(up_ns)
+    for waited_s, wait_s in ((10, 50), (60, 1)):
+        with pytest.raises(OverloadedError, match=f"wait {wait_s} s") as caught:
+            exchanges.check_rate(up_ns + waited_s * S)
+        assert caught.value.retry_after_s == wait_s
+    exchanges.check_rate(up_ns + 61 * S)

@@ -148,13 +148,17 @@ def test_others_take_over_from_a_stage_that_is_lost_in_the_switch(world: World) 
 
 
 def test_stages_that_never_get_ready_end_the_change(world: World) -> None:
-    world.moves.begin((3, 5), 0)
-    world.moves.cut(1, (True, False, False), S)
-    world.moves.prepared(1, 0, S)
-    assert world.moves.tick(2 * S) == []
-    assert world.moves.tick(round((PREPARE_MAX_S + 2) * S)) == [Drop(1)]
-    assert world.moves.latest is not None
-    assert world.moves.latest.problem == "not ready after 3600 s: b, c"
+    began_ns = 86_400 * S  # the machine has been up for a day
+    world.moves.begin((3, 5), began_ns)
+    world.moves.cut(1, (True, False, False), began_ns + S)
+    world.moves.prepared(1, 0, began_ns + S)
+    assert world.moves.tick(began_ns + round(PREPARE_MAX_S * S)) == []
+    end_ns = began_ns + round((PREPARE_MAX_S + 2) * S)
+    assert world.moves.tick(end_ns) == [Drop(1)]
+    found = world.moves.describe(end_ns + 3 * S)["move"]
+    assert isinstance(found, dict)
+    assert (found["problem"], found["waiting_for"]) == ("not ready after 3600 s: b, c", ["b", "c"])
+    assert (found["state"], found["state_s"], found["took_s"]) == ("failed", 3, PREPARE_MAX_S + 2)
 
 
 @pytest.mark.parametrize(

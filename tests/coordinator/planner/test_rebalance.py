@@ -104,14 +104,16 @@ def test_three_stages_turn_back_where_one_boundary_does() -> None:
 
 
 def test_a_day_of_quiet_forgets_which_way_layers_went() -> None:
-    rebalancer = Rebalancer(EVERY_NS)
+    rebalancer, up_ns = Rebalancer(EVERY_NS), 30 * DAY_NS
     for turn, (before, after) in enumerate([(12, 16), (16, 12), (12, 16)]):
-        rebalancer.moved((before,), (after,), turn * S, is_own=True)
-    assert rebalancer.wanted(found(12), (16,), 2 * S + 7 * EVERY_NS) == ()
-    assert rebalancer.wait_ns((16,), 2 * S + 7 * EVERY_NS) == EVERY_NS, "2 turns, this the third: eight times as long"
-    assert rebalancer.wanted(found(12), (16,), 2 * S + DAY_NS) == (12,)
-    rebalancer.moved((16,), (12,), 3 * S + DAY_NS, is_own=True)
-    assert rebalancer.wanted(found(16), (12,), 3 * S + DAY_NS + 2 * EVERY_NS) == (16,), "counted from the start again"
+        rebalancer.moved((before,), (after,), up_ns + turn * S, is_own=True)
+    last_ns = up_ns + 2 * S
+    assert rebalancer.wanted(found(12), (16,), last_ns + 7 * EVERY_NS) == ()
+    assert rebalancer.wait_ns((16,), last_ns + 7 * EVERY_NS) == EVERY_NS, "2 turns, this the third: eight times as long"
+    assert rebalancer.wanted(found(12), (16,), last_ns + DAY_NS) == (12,)
+    last_ns += DAY_NS + S
+    rebalancer.moved((16,), (12,), last_ns, is_own=True)
+    assert rebalancer.wanted(found(16), (12,), last_ns + 2 * EVERY_NS) == (16,), "counted from the start again"
 
 
 def test_a_move_that_fails_is_tried_again_ever_later_and_another_one_in_time() -> None:

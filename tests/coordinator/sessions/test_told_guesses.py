@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relayline.coordinator.sessions.drafts import Acceptance, Drafter
+from relayline.coordinator.sessions.drafts import CHANCE_MIN, Acceptance, Drafter
 from relayline.coordinator.sessions.guesses import Guesses
 from relayline.coordinator.sessions.told_guesses import LEARNING, ToldFacts, ToldGuesses
 
@@ -22,6 +22,16 @@ def test_guesses_hold_until_one_is_wrong() -> None:
     told.take(7)
     assert told.tokens(0, 8) == []
     assert told.chances(0, 8) == []
+
+
+def test_chances_end_where_hardly_all_guesses_are_right() -> None:
+    told = _told([1, 2, 3])
+    assert told.tell(3, [4] * 16, [0.3] * 16, 0, follows=False)
+    chances = told.chances(0, 16)
+    assert 0 < len(chances) < 16
+    assert min(chances) >= CHANCE_MIN
+    assert chances == sorted(chances, reverse=True)
+    assert told.chances(2, 16) == chances[2:]
 
 
 def test_late_guesses_count_where_they_were_right() -> None:

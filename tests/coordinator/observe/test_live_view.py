@@ -169,6 +169,24 @@ def test_a_request_shows_its_state_and_progress() -> None:
     assert (found["cmpl-6"]["ttft_ms"], found["cmpl-6"]["tokens_per_s"], found["cmpl-6"]["tokens"]) == (1.0, 500.0, 2)
 
 
+def test_times_are_right_however_long_the_machine_has_been_up() -> None:
+    up_ns = 86_400 * S
+    view, record = LiveView(up_ns, 7 * S, {}), record_of(1)
+    session, stream = record.streams[0].session, record.streams[0]
+    record.received_ns = stream.opened_ns = session.admitted_ns = up_ns + S
+    session.started_ns = up_ns + S + 250 * MS
+    view.update(seen(), log_of(record), up_ns + 2 * S)
+    session.token(9, up_ns + 2 * S + 500 * MS)
+    record.ended_ns = session.ended_ns = up_ns + 2 * S + 600 * MS
+    view.update(seen(), log_of(record), up_ns + 3 * S)
+    page = page_of(view, now_ns=up_ns + 4 * S)
+    assert page["now_us"] == 4_000_000
+    assert [point[0] for point in page["points"]] == [2, 3]
+    assert page["points"][-1][6] == 1500.0, "a request that has just ended still counts"
+    (line,) = page["state"]["requests"]
+    assert (line["took_ms"], line["queue_ms"], line["ttft_ms"]) == (1600.0, 250.0, 1500.0)
+
+
 def test_the_line_of_an_ended_request_is_kept_and_a_running_ones_is_not() -> None:
     view, ended, running = new_view(), record_of(1, ended_ns=9 * MS), record_of(2)
     log = log_of(ended, running)

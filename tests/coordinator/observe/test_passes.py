@@ -49,21 +49,26 @@ class World:
         self.passes.returned(context, [(i, position) for i in session_ids], len(session_ids), now_ns)
 
 
-def test_passes_of_one_second_share_a_trace_and_the_next_has_its_own() -> None:
+@pytest.mark.parametrize("up_ns", [0, 86_400 * WINDOW_NS])
+def test_passes_of_one_second_share_a_trace_and_the_next_has_its_own(up_ns: int) -> None:
     world = World()
-    first = world.leave(0, 1, 2)
-    assert world.leave(WINDOW_NS - 1, 3) == first
-    second = world.leave(WINDOW_NS, 4)
+    first = world.leave(up_ns, 1, 2)
+    assert world.leave(up_ns + WINDOW_NS - 1, 3) == first
+    next_ns = up_ns + WINDOW_NS
+    second = world.leave(next_ns, 4)
     assert second[:16] != first[:16]
     assert world.done == [], "its passes have not come back"
-    world.back(trace_context.new_below(first), WINDOW_NS + 5, 1, 2)
+    world.back(trace_context.new_below(first), next_ns + 5, 1, 2)
     assert world.done == []
-    world.back(trace_context.new_below(first), WINDOW_NS + 9, 3)
+    world.back(trace_context.new_below(first), next_ns + 9, 3)
     (window,) = world.done
     assert (window.root, window.n_passes, window.n_rows, window.n_tokens) == (first, 2, 3, 3)
-    assert (window.streams, window.streams_max, window.last_ns) == ({1, 2, 3}, 2, WINDOW_NS + 9)
-    world.passes.look(2 * WINDOW_NS)
-    world.back(second, 2 * WINDOW_NS + 1, 4)
+    assert (window.streams, window.streams_max, window.last_ns) == ({1, 2, 3}, 2, next_ns + 9)
+    world.passes.look(next_ns + WINDOW_NS - 1)
+    assert world.leave(next_ns + WINDOW_NS - 1, 5) == second, "its second is not over"
+    world.passes.look(next_ns + WINDOW_NS)
+    world.back(second, next_ns + WINDOW_NS + 1, 4)
+    world.back(second, next_ns + WINDOW_NS + 1, 5)
     assert world.done[1].root == second
 
 

@@ -245,14 +245,16 @@ def test_warnings_about_a_readable_key_and_a_certificate_near_its_end(copy: Path
 
 
 def test_one_line_per_host_and_reason_and_minute():
-    log = RefusalLog()
-    line = log.line(0, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG)
+    log, up_ns = RefusalLog(), 1_000 * QUIET_NS
+    line = log.line(up_ns, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG)
     assert line == "stage 1 refused 10.0.0.9: it sent a wrong join token"
-    assert [log.line(at, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG) for at in (1, 2, QUIET_NS - 1)] == [None] * 3
-    assert log.line(5, "stage 1", "10.0.0.9", Reason.TOKEN_MISSING) is not None
-    assert log.line(5, "stage 1", "10.0.0.8", Reason.TOKEN_WRONG) is not None
-    assert log.line(QUIET_NS, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG) == f"{line} (3 more since the last line)"
-    assert log.line(2 * QUIET_NS, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG) == line
+    for at in (1, 2, QUIET_NS - 1):
+        assert log.line(up_ns + at, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG) is None
+    assert log.line(up_ns + 5, "stage 1", "10.0.0.9", Reason.TOKEN_MISSING) is not None
+    assert log.line(up_ns + 5, "stage 1", "10.0.0.8", Reason.TOKEN_WRONG) is not None
+    again = log.line(up_ns + QUIET_NS, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG)
+    assert again == f"{line} (3 more since the last line)"
+    assert log.line(up_ns + 2 * QUIET_NS, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG) == line
 
 
 def test_the_refusal_log_is_bounded():

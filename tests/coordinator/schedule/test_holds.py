@@ -89,6 +89,18 @@ def test_streams_meet_again_though_flights_take_longer_than_predicted() -> None:
     assert ids(scheduler.take(4_100)) == [[1, 2]]
 
 
+def test_a_row_is_held_for_as_long_as_the_latest_flight_took() -> None:
+    scheduler, late_ns = Scheduler(ScheduleConfig(), Fixed(1, 1, hold_max_ns=1_000.0)), 10**9
+    scheduler.decode(row(1))
+    (first,) = scheduler.take(late_ns)
+    answer(scheduler, first, now_ns=late_ns + 2_000)
+    for session_id in (2, 3):
+        scheduler.decode(row(session_id))
+    assert ids(scheduler.take(late_ns + 2_000)) == [[2]]
+    assert scheduler.take(late_ns + 2_000 + 1_999) == []
+    assert ids(scheduler.take(late_ns + 2_000 + 2_000)) == [[3]]
+
+
 def test_a_flight_that_took_very_long_lets_rows_be_held_for_some_times_the_prediction() -> None:
     scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1, hold_max_ns=1_000.0))
     scheduler.decode(row(1))

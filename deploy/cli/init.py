@@ -72,9 +72,9 @@ def _choice(model: Path | None, directory: Path) -> ModelChoice:
     """Name the model relative to the manifest if it is below that directory. Raises ModelFileError."""
     if model is None:
         return ModelChoice("model.gguf", "Put your GGUF file's path here; for a sharded model, its first file.")
-    from relayline.coordinator.model.inspection import inspect_model
+    from relayline.coordinator.model.inspection import inspect_whole
 
-    facts = inspect_model(model)
+    facts = inspect_whole(model)
     about = f"{facts.architecture}, {facts.n_layers} layers, {bytes_text(facts.file_bytes)}"
     absolute, base = model.resolve(), directory.resolve()
     path = absolute.relative_to(base) if absolute.is_relative_to(base) else absolute

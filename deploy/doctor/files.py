@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from relayline.coordinator.http.edge.key_file import parse_keys
-from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.inspection import inspect_whole
 from relayline.coordinator.model.pipeline_file import (
     PIPELINE_NAME,
     ArtifactFile,
@@ -37,7 +37,7 @@ def look_model(manifest: Manifest) -> list[Finding]:
     if path is None:
         return [ok("model", f"{manifest.spec.model.hf}, downloaded from the hub when needed")]
     try:
-        facts = inspect_model(path)
+        facts = inspect_whole(path)
     except (RelaylineError, OSError) as error:
         return [failure("model", " ".join(str(error).split()), "correct spec.model in the manifest")]
     if not facts.supported:

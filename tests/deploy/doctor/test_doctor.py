@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from relayline.coordinator.model.split import split_model
 from relayline.deploy.doctor import files, host, native, network
 from relayline.deploy.doctor.examine import examine_manifest
 from relayline.deploy.doctor.plan import needed_memory_bytes, split_of, writes_bytes
@@ -305,6 +306,9 @@ def test_the_model(model: Path, tmp_path: Path) -> None:
     assert one(files.look_model(manifest_of(tmp_path))).outcome is FAILURE
     wrong = files.look_model(manifest_of(tmp_path, model=f"{model}, sha256: '{'0' * 64}'"))
     assert [found.outcome for found in wrong] == [OK, FAILURE]
+    split_model(model, tmp_path / "split", cuts=(1,))
+    part = one(files.look_model(manifest_of(tmp_path, model=str(tmp_path / "split" / "stage-0.gguf"))))
+    assert (part.outcome, "is already one stage of a split" in part.found) == (FAILURE, True)
     import hashlib
 
     right = hashlib.sha256(model.read_bytes()).hexdigest()

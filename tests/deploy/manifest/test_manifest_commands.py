@@ -10,6 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from relayline.coordinator.model.split import split_model
 from relayline.deploy.cli import main as cli
 from relayline.deploy.cli.init import machine_facts
 from relayline.deploy.cli.render import models_dir
@@ -67,6 +68,15 @@ def test_init_refuses_in_one_line(arguments: list[str], code: int, message: str,
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert not (tmp_path / "x.yaml").exists()
+
+
+def test_init_writes_no_manifest_of_one_stage_of_a_split(tmp_path: Path) -> None:
+    split_model(DEMO, tmp_path, n_stages=2)
+    part, out = tmp_path / "stage-0.gguf", tmp_path / "x.yaml"
+    done = relayline("init", "--model", part, "--output", out)
+    assert done.returncode == 1
+    assert done.stderr == f"relayline: error: {part}: is already one stage of a split; give the whole model\n"
+    assert not out.exists()
 
 
 def test_init_writes_a_stage_for_each_host(tmp_path: Path) -> None:

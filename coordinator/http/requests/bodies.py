@@ -267,7 +267,7 @@ class NewStageBody(Struct, forbid_unknown_fields=True):
 
 Body = TypeVar("Body", bound=Struct)
 
-_AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_AT = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 
 
@@ -315,7 +315,7 @@ def _field_error(text: str, kind: type[Struct]) -> InvalidRequestError:
     if missing:
         path = f"{path}.{missing['name']}" if path else missing["name"]
         return InvalidRequestError.of_field(path, "required field is missing")
-    what = what.replace("`", "")
+    what = what.replace("`", "") + (" in each key" if at and at["key"] else "")
     what = what[:1].lower() + what[1:]
     if what.startswith("invalid enum value") and (words := _words_at(kind, path)):
         what = f"{what.removeprefix('invalid enum value ')} is none of {', '.join(words)}"

@@ -11,7 +11,15 @@ from relayline.coordinator.http.requests.bodies import LogprobCount, Positive, S
 from relayline.wire.common.errors import InvalidRequestError
 
 ITEMS_MAX = 16_384  # of one input, like a chat's messages
-METADATA_MAX = 16  # pairs, as OpenAI has it
+# As OpenAI has them: pairs, and characters of their keys and values. Each event with the whole response repeats them.
+METADATA_MAX, METADATA_KEY_CHARS_MAX, METADATA_VALUE_CHARS_MAX = 16, 64, 512
+Metadata = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=METADATA_KEY_CHARS_MAX)],
+        Annotated[str, Meta(max_length=METADATA_VALUE_CHARS_MAX)],
+    ],
+    Meta(max_length=METADATA_MAX),
+]
 
 
 class Reasoning(Struct):
@@ -37,7 +45,7 @@ class ResponsesBody(Struct, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     max_tool_calls: int | None = None  # of hosted tools, of which there are none
-    metadata: Annotated[dict[str, str], Meta(max_length=METADATA_MAX)] | None = None
+    metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None

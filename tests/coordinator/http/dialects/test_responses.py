@@ -358,6 +358,9 @@ async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "reasoning.effort: "),
         ({"temperature": 3}, "temperature", "<= 2"),
+        ({"metadata": {str(at): "" for at in range(17)}}, "metadata", "length <= 16"),
+        ({"metadata": {"a": "x" * 513}}, "metadata[...]", "length <= 512"),
+        ({"metadata": {"x" * 65: ""}}, "metadata", "expected str of length <= 64 in each key"),
         ({"model": "other"}, "model", "does not exist"),
     ],
 )

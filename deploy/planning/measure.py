@@ -26,6 +26,7 @@ from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.places import cache_dir
+from relayline.wire.common.process import terminated_as_interrupted
 from relayline.wire.settings.setting import arguments as as_arguments
 from relayline.wire.settings.table import EngineSettings
 
@@ -76,7 +77,7 @@ def measure_speed(
     path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     path.parent.mkdir(parents=True, exist_ok=True)
     turns: list[list[Sample]] = []
-    with tempfile.TemporaryDirectory(prefix="measure-", dir=path.parent) as directory:
+    with terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="measure-", dir=path.parent) as directory:
         slices = enumerate(slices_for(facts))
         artifacts = [_write(model, Path(directory) / str(at), cuts, index) for at, (cuts, index) in slices]
         for turn in range(TURNS):

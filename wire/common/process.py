@@ -10,7 +10,8 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import uvloop
@@ -64,6 +65,26 @@ def end_with_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt as SIGINT does, so that large files and processes go with a command.
+
+    Only a main thread hears of signals; in another one it does nothing.
+    """
+
+    def interrupt(_number: int, _frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:

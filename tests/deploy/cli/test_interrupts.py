@@ -68,6 +68,21 @@ runpy.run_module("relayline.deploy.cli", run_name="__main__", alter_sys=True)
 """
 
 
+# A command that is ended as by `timeout` while slices of the model lie in its cache.
+AS_IT_MEASURES = """
+import os, runpy, signal
+from relayline.deploy.planning import measure
+
+def calibrated(artifact, arguments, n_at_once):
+    assert artifact.is_file()
+    os.kill(os.getpid(), signal.SIGTERM)
+    sum(range(1000))
+
+measure._calibrate = calibrated
+runpy.run_module("relayline.deploy.cli", run_name="__main__", alter_sys=True)
+"""
+
+
 def interrupted(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # or it would start itself anew
     return subprocess.run(
@@ -91,6 +106,14 @@ def test_an_interrupt_during_imports_leaves_no_traceback(module: str) -> None:
     assert done.returncode == INTERRUPTED, done.stderr
     assert done.stderr.strip() in ("", "relayline: error: interrupted")
     assert not done.stdout.strip()
+
+
+def test_the_end_of_a_plan_that_measures_leaves_no_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = interrupted(AS_IT_MEASURES, "plan", DEMO, "--measure")
+    assert done.returncode == INTERRUPTED, done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path for path in tmp_path.rglob("*.gguf") if path.is_file()] == []
 
 
 def test_an_interrupt_when_all_is_done_changes_nothing() -> None:

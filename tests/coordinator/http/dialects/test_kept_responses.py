@@ -12,14 +12,16 @@ import openai
 import pytest
 
 from relayline.coordinator.http.responses import keeper as keepers
-from relayline.coordinator.http.responses.directory import ResponseDirectory
+from relayline.coordinator.http.responses.directory import STORED, ResponseDirectory
 from relayline.coordinator.http.responses.keeper import ResponseKeeper
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
+from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.support.http_support import MODEL, FakeGenerator, says
 from tests.support.kept_responses import serving_kept
 from tests.support.openai_client import openai_client
+from tests.support.polling import pause
 
 KEYS = "alice: alice-key-0123456789\nbob: bob-key-012345678901\n"
 
@@ -110,6 +112,36 @@ async def test_a_full_disk_is_said_once_though_files_can_be_removed(
     await keeper.close()
     await asyncio.sleep(0)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+async def test_writes_that_are_done_make_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = [Stored(f"resp_{number:048x}", "", b"{}", [], [], None) for number in range(5)]
+    monkeypatch.setattr(keepers, "WRITES_WAITING_MAX", 1)
+    monkeypatch.setattr(keepers, "WRITES_WAITING_BYTES_MAX", response[0].n_bytes)
+    keeper = ResponseKeeper(ResponseDirectory(tmp_path))
+    for each in response:
+        keeper.put(each)
+        while keeper._n_waiting:
+            await pause()
+    assert keeper._bytes_waiting == 0
+    await keeper.close()
+    assert {path.name for path in (tmp_path / STORED).iterdir()} == {each.id for each in response}
+
+
+async def test_an_answer_with_a_gap_is_written_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper, id = ResponseKeeper(ResponseDirectory(tmp_path)), f"resp_{1:048x}"
+    orders, said = keeper.directory.orders, [TokenEvent(1, None, ())]
+    await keeper.add(id, said)
+    with monkeypatch.context() as patched:
+        patched.setattr(orders, "add", broken)
+        await keeper.add(id, said)
+    await keeper.add(id, said)
+    assert len(orders.said(id)) == 1, "what comes behind a gap would be another answer"
+    await keeper.close()
+
+
+def broken(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 async def test_what_cannot_be_deleted_from_the_disk_is_still_there(

@@ -80,12 +80,16 @@ async def followed(
 ) -> dict[str, Any]:
     """Follow a change that has begun, and return how it ended. Raises StartError, UsageError."""
     number, shown = found["move"]["number"], ""
-    while (move := found["move"])["number"] == number and move["state"] in STATE_LINES:
-        if tell and move["state"] != shown:
-            shown = move["state"]
-            click.echo(STATE_LINES[shown], err=True)
-        await asyncio.sleep(LOOK_EVERY_S)
-        found = await coordinator.get(PATH, wanted)
+    try:
+        while (move := found["move"])["number"] == number and move["state"] in STATE_LINES:
+            if tell and move["state"] != shown:
+                shown = move["state"]
+                click.echo(STATE_LINES[shown], err=True)
+            await asyncio.sleep(LOOK_EVERY_S)
+            found = await coordinator.get(PATH, wanted)
+    except asyncio.CancelledError:  # Ctrl-C
+        click.echo("the change goes on without this command; `relayline move` shows the layers", err=True)
+        raise
     if move["number"] != number:
         raise UsageError("meanwhile another change of layers has begun; see `relayline move`")
     return found

@@ -31,6 +31,7 @@ from relayline.wire.common.units import bytes_text
 from relayline.wire.model_files.gguf_header import HEADER_BYTES_MAX, MAGIC, GgufFile, read_header
 
 FIRST_BYTES = 1 << 20  # of a file; doubled until its header is whole. A vocabulary takes some MB
+TRIES = 5  # of one piece, where the network breaks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,11 +149,32 @@ def _header(model: HubFile, file: str, revision: str, sha256: str, path: Path) -
 
 
 def _bytes_of(url: str, headers: Mapping[str, Any], start: int, end: int) -> bytes:
-    """Return some bytes of a file. Raises the errors of huggingface_hub, and ModelFileError for too few."""
+    """Return some bytes of a file; asks again where the network breaks. Raises as `_piece`."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for n_left in reversed(range(TRIES)):
+        try:
+            return _piece(url, headers, start, end)
+        except (HfHubHTTPError, ModelFileError):
+            raise
+        except Exception:  # of the network, as the hub's client has it
+            if not n_left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _piece(url: str, headers: Mapping[str, Any], start: int, end: int) -> bytes:
+    """Return some bytes of a file. Raises the errors of huggingface_hub and of the network, and ModelFileError for a
+    file that has less.
+    """
+    from huggingface_hub import constants
     from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
 
     asked = {**headers, "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-    with http_stream_backoff("GET", url, headers=asked, follow_redirects=True) as response:
+    # After a break inside the with block it would begin a second one, which no with block can do.
+    with http_stream_backoff(
+        "GET", url, headers=asked, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, retry_on_exceptions=()
+    ) as response:
         hf_raise_for_status(response)
         n_before = 0 if response.status_code == 206 else start  # a server that knows no ranges sends all from the start
         found = bytearray()

@@ -104,6 +104,17 @@ def test_a_server_without_ranges_is_left_once_the_header_is_there(hub: Hub, mode
     assert known(text)[0] == of_file(model)
 
 
+def test_a_network_that_breaks_is_tried_again(hub: Hub, model: Path, tmp_path: Path) -> None:
+    hub.n_cuts = 4
+    code, text = load(hub.url, tmp_path, "org/repo", program=AT_ONCE + PROGRAM)
+    assert (code, hub.n_cuts) == (0, 0), text
+    assert known(text)[0] == of_file(model)
+    hub.n_cuts, n_before = 1_000, len(hub.ranges)
+    code, text = load(hub.url, tmp_path, "org/repo", program=AT_ONCE + PROGRAM)
+    assert (code, len(text.splitlines()), len(hub.ranges) - n_before) == (3, 1, 5)
+    assert text.startswith("ModelFileError: hf://org/repo/tiny-Q4_K_M.gguf: cannot be downloaded: ")
+
+
 def test_a_model_that_was_loaded_is_read_here(hub: Hub, model: Path, tmp_path: Path) -> None:
     pulled = "from relayline.deploy.models.model_source import resolve_model; resolve_model('org/repo')"
     assert load(hub.url, tmp_path, program=pulled)[0] == 0

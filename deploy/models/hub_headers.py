@@ -152,21 +152,18 @@ def _bytes_of(url: str, headers: Mapping[str, Any], start: int, end: int) -> byt
     """Return some bytes of a file; asks again where the network breaks. Raises as `_piece`."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    for n_left in reversed(range(TRIES)):
+    for _ in range(TRIES - 1):
         try:
             return _piece(url, headers, start, end)
-        except (HfHubHTTPError, ModelFileError):
+        except HfHubHTTPError:
             raise
         except Exception:  # of the network, as the hub's client has it
-            if not n_left:
-                raise
-    raise AssertionError("the last try returns or raises")
+            continue
+    return _piece(url, headers, start, end)
 
 
 def _piece(url: str, headers: Mapping[str, Any], start: int, end: int) -> bytes:
-    """Return some bytes of a file. Raises the errors of huggingface_hub and of the network, and ModelFileError for a
-    file that has less.
-    """
+    """Return some bytes of a file. Raises the errors of huggingface_hub and of the network."""
     from huggingface_hub import constants
     from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
 
@@ -183,7 +180,7 @@ def _piece(url: str, headers: Mapping[str, Any], start: int, end: int) -> bytes:
             if len(found) >= n_before + end - start:
                 break
     if len(found) < n_before + end - start:
-        raise ModelFileError(f"{url}: ended after {len(found)} bytes")
+        raise ConnectionError(f"an answer ended after {len(found)} bytes")
     return bytes(found[n_before : n_before + end - start])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -50,6 +50,22 @@ async def a_door(owner: Identity | None = None) -> AsyncIterator[tuple[Door, lis
         yield door, tickets
     finally:
         await door.close()
+
+
+def coming(
+    door: Door, tickets: list[bytes], stack: contextlib.AsyncExitStack
+) -> Callable[[str], Awaitable[asyncio.StreamReader]]:
+    """Return a function that connects from an address, and waits until the door has let it in or refused it."""
+
+    async def come(address: str) -> asyncio.StreamReader:
+        n_before = len(tickets) + door.n_refused
+        reader, writer = await asyncio.open_connection(LOCAL, door.port, local_addr=(address, 0))
+        stack.callback(writer.close)
+        while len(tickets) + door.n_refused == n_before:
+            await pause()
+        return reader
+
+    return come
 
 
 async def test_a_ticket_is_good_once_and_for_the_stage_that_it_was_given_to() -> None:
@@ -112,15 +128,7 @@ async def test_one_address_has_only_so_many(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bounds, "RELAYED_PER_ADDRESS_MAX", 2)
     monkeypatch.setattr("relayline.coordinator.relay.door.is_loopback", lambda host: host == "127.0.0.1")
     async with a_door() as (door, tickets), contextlib.AsyncExitStack() as stack:
-
-        async def come(address: str) -> asyncio.StreamReader:
-            n_before = len(tickets) + door.n_refused
-            reader, writer = await asyncio.open_connection(LOCAL, door.port, local_addr=(address, 0))
-            stack.callback(writer.close)
-            while len(tickets) + door.n_refused == n_before:
-                await pause()
-            return reader
-
+        come = coming(door, tickets, stack)
         kept = [await come("127.0.0.2") for _ in range(2)]
         for ticket in tickets:
             arrival = door.take(ticket, None)
@@ -139,15 +147,7 @@ async def test_an_address_with_too_many_makes_room_among_its_own(monkeypatch: py
     monkeypatch.setattr(bounds, "RELAYED_PER_ADDRESS_MAX", 2)
     monkeypatch.setattr("relayline.coordinator.relay.door.is_loopback", lambda host: False)
     async with a_door() as (door, tickets), contextlib.AsyncExitStack() as stack:
-
-        async def come(address: str) -> asyncio.StreamReader:
-            n_before = len(tickets) + door.n_refused
-            reader, writer = await asyncio.open_connection(LOCAL, door.port, local_addr=(address, 0))
-            stack.callback(writer.close)
-            while len(tickets) + door.n_refused == n_before:
-                await pause()
-            return reader
-
+        come = coming(door, tickets, stack)
         neighbour = await come("127.0.0.3")
         own = [await come("127.0.0.2") for _ in range(3)]
         assert await is_closed(own[0]), "its oldest that is silent"
@@ -186,15 +186,7 @@ async def test_the_address_with_most_silent_connections_makes_room(monkeypatch: 
     monkeypatch.setattr(bounds, "RELAYED_UNANSWERED_MAX", 4)
     monkeypatch.setattr("relayline.coordinator.relay.door.is_loopback", lambda host: False)
     async with a_door() as (door, tickets), contextlib.AsyncExitStack() as stack:
-
-        async def come(address: str) -> asyncio.StreamReader:
-            n_before = len(tickets)
-            reader, writer = await asyncio.open_connection(LOCAL, door.port, local_addr=(address, 0))
-            stack.callback(writer.close)
-            while len(tickets) == n_before:
-                await pause()
-            return reader
-
+        come = coming(door, tickets, stack)
         neighbour = await come("127.0.0.3")
         crowd = [await come("127.0.0.2") for _ in range(6)]
         assert [await is_closed(reader) for reader in crowd[:3]] == [True] * 3

@@ -76,7 +76,7 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildc
 rebuild: setup ## compile llama.cpp anew and drop pip's cached wheel of it; with the last CMAKE_ARGS if none are given
 
 demo: setup ## three stages, six live streams, batch histograms; KEEP=1 keeps serving
-	@$(BIN)/python -m relayline.deploy.launch.demo_run $(if $(KEEP),--keep)
+	@$(BIN)/python -m relayline.deploy.cli demo $(if $(KEEP),--keep)
 
 test: setup ## the whole test suite
 	@$(PYTEST)

@@ -66,6 +66,7 @@ BENCHES: dict[str, Bench] = {
     "tracing": Bench("benches.tracing", True, short=None),
     "plan_accuracy": Bench("benches.plan_accuracy", True, short=None),
     "hosts": Bench("benches.hosts", True, short=None),
+    "layers": Bench("benches.layers", True, short=None),
 }  # fmt: skip
 
 

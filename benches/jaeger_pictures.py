@@ -1,7 +1,7 @@
 """Takes pictures of Jaeger's page with a headless Chromium: `python -m benches.jaeger_pictures --out DIRECTORY`.
 
 Jaeger (2.20 or newer) runs with deploy/observability/jaeger/config.yaml and holds the spans of a pipeline at level
-`batches` (docs/guide/observability.md says how to get both). Each picture answers a question of that page:
+`batches` (docs/guide/traces.md says how to get both). Each picture answers a question of that page:
 
 * search.png: did batches form? Seconds of passes, each with the size of its largest batch.
 * passes.png: which stage is the slowest? The passes of one second, from stage to stage.

@@ -51,7 +51,7 @@ class Shape:
     """The hyperparameters of one model."""
 
     name: str
-    architecture: str  # llama, qwen3, qwen35 or gemma3
+    architecture: str  # llama, qwen3, qwen3moe, qwen35 or gemma3
     n_embd: int
     n_layers: int
     n_heads: int
@@ -61,6 +61,8 @@ class Shape:
     n_vocab: int
     window: int = 0  # tokens that five of six layers read; 0: all layers read all
     residual_gain: float = RESIDUAL_GAIN  # how much blocks change what the next token depends on
+    n_experts: int = 0  # of each layer, each n_ff wide; 0: one dense network
+    n_used: int = 0  # experts of a token
 
     @property
     def is_hybrid(self) -> bool:
@@ -84,6 +86,8 @@ SHAPES: Final[dict[str, Shape]] = {
         Shape("llama-8b", "llama", 4_096, 32, 32, 8, 128, 14_336, 128_256),
         Shape("toy-windows", "gemma3", 256, 12, 4, 1, 64, 768, 4_096, 32),
         Shape("gemma3-1b", "gemma3", 1_152, 26, 4, 1, 256, 6_912, 262_144, 512),
+        Shape("toy-experts", "qwen3moe", 256, 8, 4, 2, 64, 256, 4_096, n_experts=32, n_used=4),
+        Shape("experts-1b", "qwen3moe", 1_024, 8, 16, 4, 64, 512, 32_000, n_experts=64, n_used=8),
     )
 }
 
@@ -113,6 +117,14 @@ class _Matrix:
     spread: float = 0.0  # deviation of the logarithm of the rows' lengths
     constant: float | None = None  # a norm: f32, this value everywhere
     is_head: bool = False
+    n_experts: int = 0  # whose matrices, n_out rows together, are one tensor
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The tensor's sizes, the outermost first."""
+        if self.n_experts:
+            return self.n_experts, self.n_out // self.n_experts, self.n_in
+        return (self.n_in,) if self.n_out == 1 and self.constant is not None else (self.n_out, self.n_in)
 
     @property
     def row_bytes(self) -> int:
@@ -165,9 +177,13 @@ def _block(shape: Shape, layer: int, mix: tuple[GGMLQuantizationType, ...]) -> I
         norms += ["post_attention_norm", "post_ffw_norm"]
     for norm in norms:
         yield _Matrix(f"{prefix}{norm}.weight", 1, width, T.F32, constant=1.0)
-    yield _Matrix(f"{prefix}ffn_gate.weight", shape.n_ff, width, plain)
-    yield _Matrix(f"{prefix}ffn_up.weight", shape.n_ff, width, plain)
-    yield _Matrix(f"{prefix}ffn_down.weight", width, shape.n_ff, better, 2 * out)  # silu(gate) * up is about half
+    n, suffix = max(1, shape.n_experts), "_exps" if shape.n_experts else ""
+    if shape.n_experts:
+        yield _Matrix(f"{prefix}ffn_gate_inp.weight", n, width, T.F32)
+    gain = 2 * out  # silu(gate) * up is about half
+    yield _Matrix(f"{prefix}ffn_gate{suffix}.weight", n * shape.n_ff, width, plain, n_experts=shape.n_experts)
+    yield _Matrix(f"{prefix}ffn_up{suffix}.weight", n * shape.n_ff, width, plain, n_experts=shape.n_experts)
+    yield _Matrix(f"{prefix}ffn_down{suffix}.weight", n * width, shape.n_ff, better, gain, n_experts=shape.n_experts)
 
 
 def matrices(shape: Shape, mix_name: str) -> list[_Matrix]:
@@ -240,6 +256,10 @@ def _metadata(writer: gguf.GGUFWriter, shape: Shape, mix_name: str) -> None:
         writer.add_sliding_window(shape.window)
     if shape.is_hybrid:
         _state_metadata(writer, shape)
+    if shape.n_experts:
+        writer.add_expert_count(shape.n_experts)
+        writer.add_expert_used_count(shape.n_used)
+        writer.add_expert_feed_forward_length(shape.n_ff)
     tokens, kinds, merges = vocabulary(shape.n_vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -271,8 +291,7 @@ def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> No
     try:
         _metadata(writer, shape, mix_name)
         for matrix in tensors:
-            dims = (matrix.n_in,) if matrix.n_out == 1 and matrix.constant is not None else (matrix.n_out, matrix.n_in)
-            writer.add_tensor_info(matrix.name, dims, np.dtype(np.float32), matrix.size_bytes, matrix.kind)
+            writer.add_tensor_info(matrix.name, matrix.dims, np.dtype(np.float32), matrix.size_bytes, matrix.kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -290,7 +309,8 @@ def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> No
 
 def model_path(shape: Shape, mix_name: str) -> Path:
     """Return where a model is cached; the name changes with everything that its bytes depend on."""
-    sizes = dataclasses.astuple(shape)[: -1 if shape.window else -2]
+    sizes = dataclasses.astuple(shape)[:9] + ((shape.window,) if shape.window else ())
+    sizes += (shape.n_experts, shape.n_used) if shape.n_experts else ()
     facts = repr((RECIPE, SEED, sizes, mix_name, QK_GAIN, shape.residual_gain, HEAD_GAIN, HEAD_SPREAD))
     digest = hashlib.sha256(facts.encode()).hexdigest()[:10]
     return cache_dir() / "bench-models" / f"{shape.name}-{mix_name}-{digest}.gguf"

@@ -32,6 +32,7 @@ NEAR_TIE_QUANTISED, NEAR_TIE_F16 = 0.6, 0.05
 BATCH_SEQUENCES = 16
 Prompt = tuple[int, ...]
 Answer = tuple[int, ...]
+Adapters = Sequence[tuple[Path, float]]  # LoRA files with their scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,16 +80,23 @@ def prompts_for(n_prompts: int, n_tokens: int, n_vocab: int, seed: int = 7) -> l
 
 
 async def expected_answers(
-    model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int, libraries: Path | None = None
+    model: Path,
+    prompts: Sequence[Prompt],
+    n_tokens: int,
+    n_threads: int,
+    libraries: Path | None = None,
+    adapter: Path | None = None,
 ) -> list[Answer]:
     """Return the unsplit model's greedy answers; kept in the cache.
 
-    `libraries`: the directory of the llama.cpp that computes them; None for the installed one.
+    `libraries`: the directory of the llama.cpp that computes them; None for the installed one. `adapter`: a LoRA file.
     """
-    facts = json.dumps([model.name, prompts, n_tokens, *([str(libraries)] if libraries else [])]).encode()
+    more = [*([str(libraries)] if libraries else []), *([{"adapter": digest_of(adapter)}] if adapter else [])]
+    facts = json.dumps([model.name, prompts, n_tokens, *more]).encode()
     kept = cache_dir() / "bench-models" / f"{model.stem}-answers-{hashlib.sha256(facts).hexdigest()[:12]}.json"
     if not kept.exists():
         asked: dict[str, object] = {"greedy": list(prompts), "n_tokens": n_tokens, "n_threads": n_threads}
+        asked |= adapter_field(adapter)
         answers = await _ask(model, asked, libraries)
         unfinished = kept.with_suffix(".part")
         unfinished.write_text(json.dumps(answers))
@@ -97,13 +105,28 @@ async def expected_answers(
 
 
 async def score(
-    model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int, libraries: Path | None = None
+    model: Path,
+    pairs: Sequence[tuple[Prompt, Answer]],
+    n_threads: int,
+    libraries: Path | None = None,
+    adapter: Path | None = None,
 ) -> list[list[float]]:
     """Return, per (prompt, answer), each answer token's distance below the best, in deviations of the logits."""
     if not pairs:
         return []
-    gaps: list[list[float]] = await _ask(model, {"score": list(pairs), "n_threads": n_threads}, libraries)
+    asked: dict[str, object] = {"score": list(pairs), "n_threads": n_threads}
+    gaps: list[list[float]] = await _ask(model, asked | adapter_field(adapter), libraries)
     return gaps
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a small file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def adapter_field(adapter: Path | None) -> dict[str, object]:
+    """Return the part of a request to the separate process that names the LoRA file."""
+    return {} if adapter is None else {"adapter": str(adapter)}
 
 
 async def _ask(model: Path, request: dict[str, object], libraries: Path | None) -> list[list[float]]:
@@ -129,7 +152,9 @@ async def _ask(model: Path, request: dict[str, object], libraries: Path | None) 
 # --- in the separate process ----------------------------------------------------------------------------------------
 
 
-def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int) -> list[list[int]]:
+def greedy_batch(
+    model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int, adapters: Adapters = ()
+) -> list[list[int]]:
     """Return greedy answers, BATCH_SEQUENCES prompts at a time."""
     from relayline.deploy.testing.reference import ReferenceModel
 
@@ -137,7 +162,9 @@ def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_thread
     answers: list[list[int]] = []
     n_rows = max(BATCH_SEQUENCES, longest)
     n_ctx = BATCH_SEQUENCES * (longest + n_tokens) + n_rows
-    with ReferenceModel(model, n_ctx, BATCH_SEQUENCES, max_rows=n_rows, n_threads=n_threads) as reference:
+    with ReferenceModel(
+        model, n_ctx, BATCH_SEQUENCES, max_rows=n_rows, n_threads=n_threads, adapters=adapters
+    ) as reference:
         for first in range(0, len(prompts), BATCH_SEQUENCES):
             group = prompts[first : first + BATCH_SEQUENCES]
             tokens: list[list[int]] = []
@@ -156,14 +183,16 @@ def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_thread
     return answers
 
 
-def gaps_of(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int) -> list[list[float]]:
+def gaps_of(
+    model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int, adapters: Adapters = ()
+) -> list[list[float]]:
     """Feed each prompt with its answer and return the answer tokens' distances below the best."""
     from relayline.deploy.testing.reference import UNTILED_ROWS, ReferenceModel
 
     max_rows = max(UNTILED_ROWS, *(len(prompt) for prompt, _ in pairs))
     n_ctx = max(len(prompt) + len(answer) for prompt, answer in pairs)
     found: list[list[float]] = []
-    with ReferenceModel(model, n_ctx, 1, max_rows=max_rows, n_threads=n_threads) as reference:
+    with ReferenceModel(model, n_ctx, 1, max_rows=max_rows, n_threads=n_threads, adapters=adapters) as reference:
         for prompt, answer in pairs:
             reference.drop_from(0, 0)
             wants = [False] * (len(prompt) - 1) + [True]
@@ -209,11 +238,12 @@ def main() -> None:
     """Answer the request in argv[2] about the model in argv[1] into argv[3]."""
     model, asked, answered = map(Path, sys.argv[1:4])
     request = json.loads(asked.read_text())
+    adapters = [(Path(request["adapter"]), 1.0)] if "adapter" in request else []
     result: list[list[int]] | list[list[float]]
     if "greedy" in request:
-        result = greedy_batch(model, request["greedy"], request["n_tokens"], request["n_threads"])
+        result = greedy_batch(model, request["greedy"], request["n_tokens"], request["n_threads"], adapters)
     else:
-        result = gaps_of(model, request["score"], request["n_threads"])
+        result = gaps_of(model, request["score"], request["n_threads"], adapters)
     answered.write_text(json.dumps(result))
 
 

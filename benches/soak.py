@@ -1,12 +1,14 @@
-"""Stages die while streams are running: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10] [--cut-links]`.
+"""Stages die while streams are running: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10] [--adapters]`, or
+with `--cut-links`.
 
 Streams of the demo model send one request after the other, and some clients leave in the middle of an answer. Meanwhile
 stages are killed, ended or stopped for seconds, at random from the seed. Three things must hold. Every request that was
 not cancelled gets a complete answer. Every answer, also the read part of a cancelled one, is equal to the unsplit
 model's (near-ties are judged as in reference.py). At the end no lane is taken, except by kept prefixes. Prompts repeat,
 so with more lanes than streams most of them start from a kept prefix. The bench also reports the pauses between tokens
-that clients saw. With --cut-links stages stay alive, and the connections of one stage to its neighbours and to the
-coordinator are cut instead.
+that clients saw. With --adapters two thirds of the requests choose one of two random LoRA adapters, and their answers
+are compared with the unsplit model's under it. With --cut-links stages stay alive, and the connections of one stage to
+its neighbours and to the coordinator are cut instead.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -43,6 +46,7 @@ from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.deploy.models.splits import split_for
+from relayline.deploy.testing.tiny_adapters import make_adapter
 from relayline.wire.common.process import first_of
 
 N_STAGES, N_LANES, N_STREAMS = 3, 10, 16  # some always wait for a lane
@@ -54,6 +58,7 @@ REQUEST_TIMEOUT_S = 150.0  # longer than requests wait for a stage: a slower one
 QUIET_S = 15.0  # at the end, without faults
 RESTARTS = RestartPolicy(max_s=2.5, healthy_s=12.0)  # quicker than usual, so that a soak sees more losses
 DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS.deaths_max - 1  # of one stage: it is given up if it dies more often
+ADAPTERS, ADAPTER_STRENGTH = ("one", "two"), 2.0  # so strong that each answer under another one is found to be wrong
 KINDS, LINK_KINDS = ("kill", "kill", "end", "stop"), ("cut",)
 Inflict = Callable[["Fault"], Awaitable[bool]]  # returns whether there was a process
 
@@ -102,9 +107,13 @@ async def inflict(pipeline: Supervisor, fault: Fault) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def supervised(n_lanes: int) -> AsyncIterator[tuple[Target, Inflict, asyncio.Future[None]]]:
+async def supervised(
+    n_lanes: int, adapters: Mapping[str, Path]
+) -> AsyncIterator[tuple[Target, Inflict, asyncio.Future[None]]]:
     """Run a pipeline whose stages are started again; the future is done when a stage is given up."""
     settings: dict[str, Any] = {"ctx_tokens": CTX_TOKENS, "n_lanes": n_lanes, "share": False, "prefix_lanes": n_lanes}
+    if adapters:
+        settings["lora"] = ",".join(f"{name}={path}" for name, path in adapters.items())
     manifest = with_stages(smallest_manifest(MODEL, **settings), StageFlags(N_STAGES, n_threads=1), 0)
     async with running(manifest, lambda _, __: None, policy=RESTARTS) as (pipeline, ready):
         target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
@@ -136,8 +145,17 @@ def serve_flags(n_lanes: int) -> tuple[str, ...]:
 class Soak:
     """One soak: its requests and its answers."""
 
-    def __init__(self, seed: int, minutes: float, n_lanes: int = N_LANES, *, cuts_links: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        minutes: float,
+        n_lanes: int = N_LANES,
+        *,
+        cuts_links: bool = False,
+        adapters: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
         self.seed, self.minutes, self.n_lanes, self.cuts_links = seed, minutes, n_lanes, cuts_links
+        self.adapters = adapters
         rng = random.Random(seed)
         lengths = [rng.choice(PROMPT_LENGTHS) for _ in range(N_PROMPTS)]
         self.prompts: list[Prompt] = [tuple(rng.randrange(256, 450) for _ in range(length)) for length in lengths]
@@ -146,7 +164,7 @@ class Soak:
 
     async def run(self) -> dict[str, Any]:
         """Run it; returns GET /v1/pipeline at the end."""
-        serving = linked(self.n_lanes) if self.cuts_links else supervised(self.n_lanes)
+        serving = linked(self.n_lanes) if self.cuts_links else supervised(self.n_lanes, self.adapters)
         async with serving as (target, inflict, failed), load.client() as session:
             work = asyncio.create_task(self._talk(inflict, session, target))
             try:
@@ -188,6 +206,8 @@ class Soak:
         rng = random.Random(f"{self.seed} {index}")
         while time.monotonic() < began_s + 60 * self.minutes:
             request = Request(rng.randrange(N_PROMPTS), rng.randint(2, TOKENS_MAX), time.monotonic_ns())
+            if self.adapters:
+                request.fields = rng.choice(({}, *({"model": name} for name in self.adapters)))
             leaves_after = rng.randint(1, request.n_tokens) if rng.random() < LEAVING_SHARE else 0
             self.requests.append(request)
             await self._ask(session, target, request, leaves_after)
@@ -211,6 +231,24 @@ class Soak:
             request.error = CANCELLED
 
 
+def random_adapters(directory: Path) -> dict[str, Path]:
+    """Make a LoRA adapter for each of the names."""
+    return {
+        name: make_adapter(MODEL, directory / f"{name}.gguf", seed=seed, strength=ADAPTER_STRENGTH)
+        for seed, name in enumerate(ADAPTERS)
+    }
+
+
+async def wrong_by_adapter(soak: Soak) -> list[str]:
+    """Return one line for each wrong answer, judged by the model under the adapter that its request chose."""
+    wrong: list[str] = []
+    for name in ("", *soak.adapters):
+        chosen = [request for request in soak.requests if request.fields.get("model", "") == name]
+        found = await wrong_answers(MODEL, "q4_0", soak.prompts, chosen, soak.adapters.get(name))
+        wrong += [f"adapter {name}, {line}" for line in found] if name else found
+    return wrong
+
+
 def kept_lanes(picture: dict[str, Any]) -> list[str]:
     """Return one line for each stage of GET /v1/pipeline that holds lanes, or does not report them. Pure."""
     return [
@@ -226,18 +264,29 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=number, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of faults, prompts and clients that leave")
     parser.add_argument("--lanes", type=number, default=N_LANES, help=f"of each stage; there are {N_STREAMS} streams")
-    parser.add_argument("--cut-links", action="store_true", help="cut links instead of killing stages")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--cut-links", action="store_true", help="cut links instead of killing stages")
+    how.add_argument("--adapters", action="store_true", help="two thirds of the requests choose a LoRA adapter")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
-    soak = Soak(options.seed, options.minutes, options.lanes, cuts_links=options.cut_links)
-    picture = await soak.run()
-    wrong = kept_lanes(picture) + await wrong_answers(MODEL, "q4_0", soak.prompts, soak.requests)
+    with tempfile.TemporaryDirectory() as scratch:
+        made = random_adapters(Path(scratch)) if options.adapters else {}
+        soak = Soak(options.seed, options.minutes, options.lanes, cuts_links=options.cut_links, adapters=made)
+        picture = await soak.run()
+        wrong = kept_lanes(picture) + await wrong_by_adapter(soak)
+    report(soak, picture, wrong, options.out)
+    return int(bool(wrong))
+
+
+def report(soak: Soak, picture: dict[str, Any], wrong: list[str], out: Path) -> None:
+    """Write the results, and print them."""
     pauses_ms = [pause for request in soak.requests for pause in load.intervals_ms(request)]
     results = {
         "machine": machine.facts(),
-        "seed": options.seed,
-        "minutes": options.minutes,
-        "lanes": options.lanes,
+        "seed": soak.seed,
+        "minutes": soak.minutes,
+        "lanes": soak.n_lanes,
+        "adapters": len(soak.adapters),
         "faults": dict(soak.inflicted),
         "epochs": picture["epoch"],
         "requests": len(soak.requests),
@@ -247,7 +296,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
         "pause_ms": {f"p{share}": load.percentile(pauses_ms, share / 100) for share in (50, 99, 100)},
         "wrong": wrong,
     }
-    machine.write_json(options.out / "soak.json", results)
+    machine.write_json(out / "soak.json", results)
     pause_ms = results["pause_ms"]
     assert isinstance(pause_ms, dict)
     print(
@@ -258,7 +307,6 @@ async def main(argv: Sequence[str] | None = None) -> int:
     )
     for line in wrong:
         print(f"wrong: {line}", file=sys.stderr)
-    return int(bool(wrong))
 
 
 if __name__ == "__main__":

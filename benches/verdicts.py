@@ -12,13 +12,18 @@ CANCELLED = "cancelled"  # error of a request whose client left in the middle of
 N_THREADS = 2  # of the unsplit model
 
 
-async def wrong_answers(model: Path, mix: str, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[str]:
-    """Return one line for each request that failed or whose tokens, as far as they were read, are not the model's."""
+async def wrong_answers(
+    model: Path, mix: str, prompts: Sequence[Prompt], requests: Sequence[Request], adapter: Path | None = None
+) -> list[str]:
+    """Return one line for each request that failed or whose tokens, as far as they were read, are not the model's.
+
+    `adapter`: the LoRA file that all these requests chose.
+    """
     n_tokens = max((request.n_tokens for request in requests), default=0)
-    answers = await expected_answers(model, prompts, n_tokens, N_THREADS)
+    answers = await expected_answers(model, prompts, n_tokens, N_THREADS, adapter=adapter)
     answered = {(request.prompt_index, tuple(request.tokens)) for request in requests}
     doubtful = sorted((at, tokens) for at, tokens in answered if tokens != answers[at][: len(tokens)])
-    gaps = await score(model, [(prompts[at], tokens) for at, tokens in doubtful], N_THREADS)
+    gaps = await score(model, [(prompts[at], tokens) for at, tokens in doubtful], N_THREADS, adapter=adapter)
     return faulty(requests, answers, dict(zip(doubtful, gaps, strict=True)), near_tie(mix))
 
 

@@ -59,6 +59,8 @@ class Ready:
     ctx_tokens: int
     has_chat: bool = True
     """Whether the model has a chat template."""
+    ranks: bool = False
+    """Whether it is a reranker, which writes no text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -94,7 +94,8 @@ async def _serve(config: ServeConfig, stopping: asyncio.Event, callbacks: Callba
 
         def on_ready() -> None:
             has_chat = chat.source is not None
-            ready = Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, has_chat)
+            ranks = tokenizer.n_labels > 0
+            ready = Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, has_chat, ranks)
             callbacks.on_ready(ready)
 
         await _drive(pipeline, stopping, on_ready, CurveTelling(pipeline, config.on_curves))
@@ -104,11 +105,10 @@ def _read_split(config: ServeConfig) -> tuple[PipelineFile, Tokenizer]:
     """Return the split that is served, checked. Raises UsageError where the stages given are not as many as it has."""
     file = load_pipeline(config.pipeline_dir, stages_here=config.join is not None)
     n_given = len(config.join.holders if config.join is not None else config.pipeline.addresses)
-    what = "names" if config.join is not None else "addresses"
+    what = ("name was", "names were") if config.join is not None else ("address was", "addresses were")
     if n_given != len(file.stages):
-        raise UsageError(
-            f"the pipeline in {config.pipeline_dir} has {len(file.stages)} stages, but {n_given} {what} were given"
-        )
+        has = f"the pipeline in {config.pipeline_dir} has {len(file.stages)} stage{'s' * (len(file.stages) != 1)}"
+        raise UsageError(f"{has}, but {n_given} {what[n_given != 1]} given")
     path = config.pipeline_dir / file.tokenizer.file
     check_artifact(path, file.tokenizer)
     return file, Tokenizer.load(path)

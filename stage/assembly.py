@@ -8,7 +8,7 @@ import logging
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.config import StageConfig
-from relayline.stage.engine.artifact import StageArtifact, open_artifact, verify_artifact
+from relayline.stage.engine.artifact import StageArtifact, open_unverified, verify_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load
@@ -40,7 +40,7 @@ def load_stage(
     the curves of `like`.
     """
     check_place(config.engine)  # a large file takes long to verify
-    artifact = verify_artifact(config.artifact, load) if config.verify else open_artifact(config.artifact)
+    artifact = verify_artifact(config.artifact, load) if config.verify else open_unverified(config.artifact)
     with attempt(config.artifact):
         return _load(config, artifact, load, like)
 

@@ -23,6 +23,7 @@ from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
 from relayline.wire.common.process import first_of
+from relayline.wire.common.tasks import let_go
 from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import Guard, caller
@@ -218,7 +219,11 @@ def handlers(
 
     def streamed(name: str) -> Callable[[Any, Context], Coroutine[Any, Any, None]]:
         async def call(request: Any, context: Context) -> None:
-            await getattr(current(), name)(request, context)
+            try:
+                await getattr(current(), name)(request, context)
+            except grpc.aio.AbortError as error:
+                let_go(error)  # the context keeps it; with its frames it would keep the route, its links and so on
+                raise
 
         return call
 

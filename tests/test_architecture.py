@@ -61,6 +61,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator/http/requests",),
         (
             "coordinator/http/embeddings/asking.py",
+            "coordinator/http/rerank/asking.py",
             "coordinator/http/llama/asking.py",
             "coordinator/http/llama/settings.py",
             "coordinator/http/messages/asking.py",
@@ -77,7 +78,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator/serve.py",),
     ),
     "deploy": (
-        ("deploy/__init__.py", "deploy/machine", "deploy/build", "deploy/testing"),
+        ("deploy/__init__.py", "deploy/tables.py", "deploy/machine", "deploy/build", "deploy/testing"),
         ("deploy/manifest",),
         ("deploy/planning", "deploy/render"),
         ("deploy/models",),
@@ -139,6 +140,7 @@ PURE_CORES = (
     "coordinator/planner/instance.py",
     "coordinator/planner/memory.py",
     "coordinator/planner/predict.py",
+    "coordinator/planner/rates.py",
     "coordinator/planner/search.py",
     "coordinator/planner/speed.py",
     "coordinator/planner/whatif.py",

@@ -26,13 +26,24 @@ PAGES = [
     ROOT / "benches" / "RESULTS.md",
 ]
 README_LINES_MAX = 120
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+COLUMNS_MAX = 130
 FENCE = re.compile(r"(?ms)^ *```.*?^ *```$")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = "proto|wire|stage|coordinator|deploy|tests|benches|docs"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./*-]*)`")
 FLAG = re.compile(r"--[a-z][a-z-]*")
 # These pages also name words of docker, of llama.cpp's programs, of gdb and of benches.
-FLAGS_OF_OTHERS = {"--build-arg", "--parallel", "--profile", "--args", "--spans", "--models-max", "--models-dir"}
+FLAGS_OF_OTHERS = {
+    "--build-arg",
+    "--parallel",
+    "--profile",
+    "--args",
+    "--spans",
+    "--models-max",
+    "--models-dir",
+    "--reranking",
+}
 HISTORY = "CHANGELOG.md"  # names things as they were then
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -58,10 +69,12 @@ def lines(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the possible links to a heading of a page, as GitHub and the site generator make them."""
-    headings = re.findall(r"(?m)^#+ +(.+)$", prose(page))
+    """Return the possible links into a page: to headings, as GitHub and the site generator make them, and to <a id>."""
+    text = prose(page)
+    headings = re.findall(r"(?m)^#+ +(.+)$", text)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return {re.sub(r"[ -]+", "-", heading.strip()) for heading in plain}
+    placed = re.findall(r'<a id="([a-z0-9-]+)">', text)
+    return {*(re.sub(r"[ -]+", "-", heading.strip()) for heading in plain), *placed}
 
 
 @functools.cache
@@ -95,6 +108,13 @@ def called(line: str) -> Iterator[tuple[str, list[str]]]:
 
 def test_readme_is_short():
     assert len(README.read_text().splitlines()) <= README_LINES_MAX
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_lines_of_guides_fit_a_screen(page: Path):
+    text = FENCE.sub(lambda block: "\n" * block[0].count("\n"), page.read_text())
+    wide = [n for n, line in enumerate(text.splitlines(), 1) if len(line) > COLUMNS_MAX and line[:1] != "|"]
+    assert not wide, "wrap these lines; tables and fenced blocks may be wider"
 
 
 @by_page

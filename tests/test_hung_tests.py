@@ -7,9 +7,12 @@ import re
 import select
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+
+from tests.support import hung_tests
 
 # pytest-timeout cannot reach what takes no signals: the last test, and the teardown of the one before.
 _TESTS = """
@@ -17,7 +20,7 @@ import asyncio, contextlib, os, signal, subprocess, sys, time
 import pytest
 from tests.support import hung_tests
 
-hung_tests.GRACE_S = GRACE_S
+hung_tests.GRACE_S, hung_tests.SLACK_S = GRACE_S, 0.0
 hung_tests.end_processes_with_this_one()
 
 
@@ -54,7 +57,7 @@ def test_deaf():
 
 def run(directory: Path, test: str, *, timeout_s: int, grace_s: int) -> tuple[int, str]:
     path = directory / "test_sample.py"
-    path.write_text(_TESTS.replace("GRACE_S = GRACE_S", f"GRACE_S = {grace_s}"))
+    path.write_text(_TESTS.replace(" = GRACE_S,", f" = {grace_s},"))
     options = [
         "-p",
         "tests.support.hung_tests",
@@ -95,3 +98,33 @@ def test_a_process_that_hears_nothing_ends_with_all_that_it_started(tmp_path: Pa
         return
     with os.fdopen(left):
         select.select([left], [], [])
+
+
+def test_short_tests_share_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer stays for a later test if it leaves that one its time, and no more than the slack above it."""
+    now_s, started = 1_000.0, list[float]()
+    clock = types.SimpleNamespace(monotonic=lambda: now_s)
+    timers = types.SimpleNamespace(
+        dump_traceback_later=lambda seconds, exit, file: started.append(now_s + seconds),
+        cancel_dump_traceback_later=lambda: None,
+    )
+    monkeypatch.setattr(hung_tests, "time", clock)
+    monkeypatch.setattr(hung_tests, "faulthandler", timers)
+    timer = hung_tests.Timer()
+
+    def begins(after_s: float, seconds: float, slack_s: float = 30.0) -> float:
+        nonlocal now_s
+        now_s += after_s
+        timer.start(seconds, slack_s, 2)
+        return started[-1] - now_s
+
+    assert [begins(0, 360), begins(1, 360), begins(29, 360)] == [390, 389, 360]
+    assert begins(1, 360) == 390
+    assert begins(0, 240) == 270, "another bound has its own timer"
+    assert begins(0, 60, slack_s=0) == 60
+    assert begins(0, 60, slack_s=0) == 60
+    assert begins(0, 240) == 270
+    timer.cancel()
+    n_before = len(started)
+    assert begins(0, 240) == 270
+    assert len(started) == n_before + 1

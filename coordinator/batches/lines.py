@@ -19,8 +19,9 @@ SERVED_URLS = (
     "/v1/responses",
     "/v1/messages",
     "/v1/rerank",
+    "/v1/score",
 )
-URLS = (*SERVED_URLS, "/v1/moderations", "/v1/score")  # and of other servers: OpenAI's and vLLM's
+URLS = (*SERVED_URLS, "/v1/moderations")  # and of OpenAI
 LINE_BYTES_MAX = 17 << 20  # a body of 16 MiB, which is the most that a coordinator takes, and what is around it
 ANSWER_BYTES_MAX = 256 << 20  # of one answer; log probabilities of a long one are large
 ID_CHARS_MAX = 512  # of a custom_id

@@ -214,6 +214,8 @@ class BatchStore:
             self._shelve_batch(batch)
         for file in sorted(self._read(FILES, StoredFile), key=_age):
             self._shelve_file(file)
+        for batch in self.unended.values():
+            self._count(batch)
         awaited = {each for batch in known.values() if not batch.is_ended for each in (batch.output_id, batch.error_id)}
         for path in (*(self.directory / FILES).iterdir(), *(self.directory / BATCHES).iterdir()):
             is_ours = _OWN.fullmatch(path.name) and path.is_file() and not path.is_symlink()
@@ -223,6 +225,14 @@ class BatchStore:
         for path in (self.directory / WORK).iterdir():
             if (found := _ROOM.fullmatch(path.name)) and found[1] not in self.unended:
                 path.unlink()  # of a batch that was not kept, or that has ended
+
+    def _count(self, batch: StoredBatch) -> None:
+        """Take the counts of a batch from its answers so far. Those in its .json are of its last change of state."""
+        found = [
+            next((count_lines(path) for path in (work, self.path_of(file_id)) if path.exists()), 0)
+            for work, file_id in zip(self.work_paths(batch), (batch.output_id, batch.error_id), strict=True)
+        ]
+        batch.n_answered, batch.n_failed = found
 
     def _shelve_file(self, file: StoredFile) -> None:
         self.files[file.id] = self.files_of[file.owner][file.id] = file

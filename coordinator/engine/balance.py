@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.planner.costs import Edges
 from relayline.coordinator.planner.imbalance import Imbalance, ImbalanceWatch
-from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.overhead import Held
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost

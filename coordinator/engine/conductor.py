@@ -400,7 +400,7 @@ class Conductor:
             self._fail(session, error, now_ns)
             return
         if not waits or session.n_refused == 1:  # it may be refused for minutes
-            fields = {"request": session.request.request_id, "why": str(error)}
+            fields = {"request": session.request.request_id, "reason": str(error)}
             self._out.append(Log(logging.INFO, "session waits for a lane" if waits else "session replayed", fields))
             self._out.append(Replayed(session.session_id, error.message))
         self.scheduler.forget(session.session_id)

@@ -15,7 +15,7 @@ from relayline.coordinator.sessions.tier import TierFacts, stored_by_all
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError
 from relayline.wire.common.sampler_fields import OPTIONS
-from relayline.wire.common.texts import named_layers
+from relayline.wire.common.texts import counted, named_layers
 from relayline.wire.model_files.adapters import NO_ADAPTERS
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -141,9 +141,8 @@ def check_stages(
     Raises HandshakeError.
     """
     if len(addresses) != len(pipeline.stages):
-        raise HandshakeError(
-            f"the pipeline has {len(pipeline.stages)} stages, but {len(addresses)} addresses were given"
-        )
+        given = counted(len(addresses), "address was", "addresses were")
+        raise HandshakeError(f"the pipeline has {counted(len(pipeline.stages), 'stage')}, but {given} given")
     for index, (address, fact) in enumerate(zip(addresses, facts, strict=True)):
         if fact.pipeline_id != pipeline.pipeline_id:
             what = "another model" if fact.source_sha256 != pipeline.source.sha256 else "another split of this model"

@@ -54,6 +54,7 @@ class Place:
     member: Introduction | None = None
     done_bytes: int = 0
     total_bytes: int = 0
+    trouble: str = ""  # why no bytes come just now
     address: str = ""
     instance_id: str = ""
     failure: str = ""  # why the last member left, when it said so
@@ -119,7 +120,7 @@ class Membership:
         place.ticket, place.member, place.holder = self._tickets, who, who.credential or place.holder
         place.n_restarts += place.process_id not in ("", who.process_id)
         place.process_id = who.process_id
-        place.address = place.instance_id = place.failure = ""
+        place.address = place.instance_id = place.failure = place.trouble = ""
         place.done_bytes = place.total_bytes = 0
         self._enter(place, HostState.STARTING, now_ns)
         return place.ticket
@@ -128,11 +129,13 @@ class Membership:
         """Return the place that a membership holds, None when it has ended or was replaced."""
         return next((place for place in self.places if place.member is not None and place.ticket == ticket), None)
 
-    def progress(self, ticket: int, state: HostState, done_bytes: int, total_bytes: int, now_ns: int) -> None:
-        """Note how far a member is. A membership that has ended changes nothing."""
+    def progress(
+        self, ticket: int, state: HostState, done_bytes: int, total_bytes: int, now_ns: int, trouble: str = ""
+    ) -> None:
+        """Note how far a member is, and why it does not get on. A membership that has ended changes nothing."""
         place = self.place_of(ticket)
         if place is not None:
-            place.done_bytes, place.total_bytes = done_bytes, total_bytes
+            place.done_bytes, place.total_bytes, place.trouble = done_bytes, total_bytes, trouble
             place.address = place.instance_id = ""
             self._enter(place, state, now_ns)
 
@@ -214,6 +217,7 @@ def _describe(place: Place, now_ns: int) -> dict[str, object]:
     }
     if place.state is HostState.FETCHING:
         entry["fetched_bytes"], entry["fetch_total_bytes"] = place.done_bytes, place.total_bytes
+        entry["fetch_trouble"] = place.trouble
     elif place.state is HostState.LOADING:
         entry["loaded_bytes"], entry["load_total_bytes"] = place.done_bytes, place.total_bytes
     if place.member is not None:

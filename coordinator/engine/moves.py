@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeAlias
 from relayline.coordinator.engine.conductor import Conductor
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.texts import counted
 
 PREPARE_MAX_S = 3_600.0  # for the slowest stage to get and load its slice; then the change is off
 SETTLE_MAX_S = 1.0  # for frames in flight to return; a long step is not waited for, and its rows are replayed
@@ -80,6 +81,15 @@ class Switch(NamedTuple):
     number: int
 
 
+class Fetch(NamedTuple):
+    """How far a place is with its new slice."""
+
+    done_bytes: int
+    total_bytes: int
+    trouble: str = ""
+    """Why no bytes come just now; it goes on trying."""
+
+
 MoveInstruction: TypeAlias = "Cut | Prepare | Drop | Settle | Switch"
 _OPEN = (MoveState.CUTTING, MoveState.PREPARING, MoveState.SETTLING, MoveState.SWITCHING)
 _UNCHANGED = _OPEN[:-1]
@@ -102,6 +112,8 @@ class Move:
     """Which holders keep their loaded slice, in layer order; known once the model is cut."""
     awaited: set[int] = dataclasses.field(default_factory=set)
     """Places that still prepare."""
+    fetches: dict[int, Fetch] = dataclasses.field(default_factory=dict)
+    """Of these, once they have said so."""
     held_ns: int = 0  # when sessions began to pause
     paused_ns: int = 0
     """From the switch until the stages were ready with their new layers; replayed rows come on top."""
@@ -176,12 +188,16 @@ class Moves:
         self.latest = Move(number, cuts, holders, (self.cuts, self.holders), MoveState.CUTTING, now_ns, now_ns)
         return [Cut(number, cuts)]
 
+    def _without_layers(self, holders: tuple[int, ...]) -> str:
+        names = self._named([at for at in range(len(self._names)) if at not in holders])
+        return f" (no layers are for {', '.join(names)}: drained, spare or away)" if names else ""
+
     def _check(self, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
         if len(cuts) != len(holders) - 1:
-            noun = "cut" if len(holders) == 2 else "cuts"
             raise InvalidRequestError(
-                f"{len(holders)} stages need {len(holders) - 1} {noun}, the first layer of each later stage; "
-                f"given: {len(cuts)}"
+                f"{counted(len(holders), 'stage')} {'needs' if len(holders) == 1 else 'need'} "
+                f"{counted(len(holders) - 1, 'cut')}, the first layer of each later stage; given: {len(cuts)}"
+                f"{self._without_layers(holders)}"
             )
         if len(set(holders)) != len(holders) or not set(holders) <= set(range(len(self._names))):
             raise InvalidRequestError("each stage that is to hold layers must be a stage of this pipeline, named once")
@@ -204,11 +220,18 @@ class Moves:
         self._enter(move, MoveState.PREPARING, now_ns)
         return [Prepare(number)]
 
+    def fetching(self, number: int, index: int, fetch: Fetch) -> None:
+        """A place is that far with its new slice."""
+        move = self._move(number, MoveState.PREPARING)
+        if move is not None and index in move.awaited:
+            move.fetches[index] = fetch
+
     def prepared(self, number: int, index: int, now_ns: int) -> list[MoveInstruction]:
         """A place is ready to switch. One that is to hold nothing is not waited for."""
         if (move := self._move(number, MoveState.PREPARING)) is None or index not in move.holders:
             return []
         move.awaited.discard(index)
+        move.fetches.pop(index, None)
         if move.awaited:
             return []
         phase = self._conductor.availability.phase
@@ -316,6 +339,11 @@ class Moves:
             "took_s": round(((now_ns if move.state in _OPEN else move.since_ns) - move.began_ns) / 1e9, 3),
             "keep": self._named(keep),
             "waiting_for": self._named(sorted(move.awaited)),
+            "fetches": {
+                self._names[index]: fetch._asdict()
+                for index, fetch in move.fetches.items()
+                if move.state is MoveState.PREPARING
+            },
             "paused_s": round(move.paused_ns / 1e9, 3) if move.state is MoveState.DONE else None,
             "kept_tokens": move.n_kept,
             "replayed_tokens": move.n_replayed,

@@ -223,8 +223,8 @@ class JoinedRoster:
         if place is not None and place.index in self.holders:
             self._on_heard(self.holders.index(place.index))
 
-    def progress(self, ticket: int, state: HostState, done_bytes: int, total_bytes: int) -> None:
-        """Note how far a member is. One that served until now no longer does."""
+    def progress(self, ticket: int, state: HostState, done_bytes: int, total_bytes: int, trouble: str = "") -> None:
+        """Note how far a member is, and why it does not get on. One that served until now no longer does."""
         place = self._membership.place_of(ticket)
         if place is None or place.index not in self.holders:
             return
@@ -232,7 +232,7 @@ class JoinedRoster:
         changed = place.state is not state
         if changed:
             log.info("stage is %s", state.value, extra={"fields": {"stage": place.name, "bytes": total_bytes}})
-        self._membership.progress(ticket, state, done_bytes, total_bytes, time.monotonic_ns())
+        self._membership.progress(ticket, state, done_bytes, total_bytes, time.monotonic_ns(), trouble)
         self.on_change(place)
 
     def serving(self, ticket: int, address: str, instance_id: str) -> None:

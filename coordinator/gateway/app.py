@@ -27,7 +27,7 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, json_response
 from relayline.coordinator.http.edge.server import LIMITS
 from relayline.coordinator.http.edge.steering import SLEEP_PATHS, check_steers, is_steering
-from relayline.coordinator.http.error_forms import ERROR_FORMS
+from relayline.coordinator.http.error_forms import errors_in_form
 from relayline.coordinator.http.page import HEADERS, read_files, routes, wants_page
 from relayline.coordinator.observe.targets import target
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
@@ -269,7 +269,7 @@ def make_gateway(links: Links, limits: HttpLimits | None = None) -> tuple[web.Ap
     limits = limits or HttpLimits()
     metrics = GatewayMetrics(links.router)
     gateway = Gateway(links, Forwarder(links, metrics, limits.write_timeout_s), metrics)
-    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[*ERROR_FORMS, errors_as_json])
+    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[errors_in_form, errors_as_json])
     app[LIMITS] = limits
     files = {path: file for path, file in read_files().items() if path != "/"}
     app[PAGE_PATHS], app[OPEN_PATTERN] = frozenset({"/", *files}), OPEN

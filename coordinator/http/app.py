@@ -15,7 +15,7 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, request_id
 from relayline.coordinator.http.edge.record import note_status, observing
 from relayline.coordinator.http.edge.server import LIMITS
-from relayline.coordinator.http.error_forms import ERROR_FORMS
+from relayline.coordinator.http.error_forms import errors_in_form
 from relayline.coordinator.http.layer_handlers import LayerControl, layer_routes
 from relayline.coordinator.http.live import FACTS as FACTS
 from relayline.coordinator.http.live import LiveFeed
@@ -49,7 +49,7 @@ def make_app(
     control = control or TelemetryControl(Observer(), tuple)
     observer = control.observer
     service = make_service(generator, model, limits, observer)
-    middlewares = [*ERROR_FORMS, observing(observer, request_id), errors_as_json]
+    middlewares = [errors_in_form, observing(observer, request_id), errors_as_json]
     files = read_files()
     facts: dict[str, object] = {"model_id": model.model_id, "version": service.fingerprint}
     if limits.adapters:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from aiohttp import web
 
 from relayline.coordinator.http.batches.handlers import BatchHandlers
+from relayline.coordinator.http.edge.route_names import RERANK_PATHS, SCORE_PATHS, TRANSCRIPTION_PATHS
 from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
 from relayline.coordinator.http.llama.handlers import LlamaHandlers
 from relayline.coordinator.http.messages.handlers import MessageHandlers
 from relayline.coordinator.http.ollama.handlers import OllamaHandlers
 from relayline.coordinator.http.openapi import add_openapi
 from relayline.coordinator.http.replies.service import Service
+from relayline.coordinator.http.rerank.handlers import RerankHandlers
 from relayline.coordinator.http.responses.background import Background
 from relayline.coordinator.http.responses.begin import BACKGROUND, STORE
 from relayline.coordinator.http.responses.handlers import ResponseHandlers
 from relayline.coordinator.http.responses.store import ResponseStore
 from relayline.coordinator.http.transcriptions.handlers import TranscriptionHandlers
-
-RERANK_PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")  # Jina's and Cohere's, and llama-server's
 
 
 def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
@@ -34,7 +34,8 @@ def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
 
 def _routes(service: Service, responses: ResponseHandlers) -> list[web.RouteDef]:
     messages, llama = MessageHandlers(service), LlamaHandlers(service)
-    embeddings, transcriptions = EmbeddingHandlers(service), TranscriptionHandlers(service)
+    embeddings, rankings = EmbeddingHandlers(service), RerankHandlers(service)
+    transcriptions = TranscriptionHandlers(service)
     return [
         web.post("/v1/responses", responses.create),
         web.post("/v1/responses/input_tokens", responses.count),
@@ -44,14 +45,14 @@ def _routes(service: Service, responses: ResponseHandlers) -> list[web.RouteDef]
         web.post("/v1/responses/{id}/cancel", responses.cancel),
         web.post("/v1/embeddings", embeddings.create),
         web.post("/embedding", embeddings.create_plain),
-        *(web.post(path, embeddings.rerank) for path in RERANK_PATHS),
+        *(web.post(path, rankings.rerank) for path in RERANK_PATHS),
+        *(web.post(path, rankings.score) for path in SCORE_PATHS),
         web.post("/completion", llama.completion),
         web.post("/infill", llama.infill),
         web.get("/slots", llama.slots),
         web.get("/lora-adapters", llama.lora_adapters),
         web.post("/v1/messages", messages.create),
-        web.post("/v1/audio/transcriptions", transcriptions.create),
-        web.post("/audio/transcriptions", transcriptions.create),
+        *(web.post(path, transcriptions.create) for path in TRANSCRIPTION_PATHS),
         web.post("/v1/messages/count_tokens", messages.count),
         *BatchHandlers(service.limits).routes(),
         *_ollama_routes(OllamaHandlers(service)),

@@ -1,8 +1,9 @@
-"""The forms of errors besides OpenAI's: middlewares around everything else, which write what went wrong anywhere."""
+"""The forms of errors besides OpenAI's: one middleware around everything else writes what went wrong anywhere."""
 
 from __future__ import annotations
 
-from relayline.coordinator.http.messages.errors import messages_errors
-from relayline.coordinator.http.ollama.errors import ollama_errors
+from relayline.coordinator.http.edge.error_form import errors_in
+from relayline.coordinator.http.messages.errors import MESSAGES_FORM
+from relayline.coordinator.http.ollama.errors import OLLAMA_FORM
 
-ERROR_FORMS = (messages_errors, ollama_errors)
+errors_in_form = errors_in((MESSAGES_FORM, OLLAMA_FORM))

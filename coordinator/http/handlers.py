@@ -21,6 +21,7 @@ from relayline.coordinator.http.replies.reply import run
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests import validation
 from relayline.coordinator.http.requests.chat_form import ChatForm
+from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.workers.prepared import Prepared, unpacked
 from relayline.coordinator.observe import metrics
 from relayline.coordinator.observe.targets import targets
@@ -172,7 +173,7 @@ class Handlers:
         self,
         request: web.Request,
         prepared: Prepared,
-        plan: validation.Plan,
+        plan: Plan,
         header: Header,
         param: str,
         form: ChatForm | None,
@@ -216,7 +217,7 @@ class Handlers:
             model.architecture = shapes.ModelArchitecture(("text", *more))
         return model
 
-    def _header(self, prefix: str, model: str, plan: validation.Plan) -> Header:
+    def _header(self, prefix: str, model: str, plan: Plan) -> Header:
         return Header(
             id=f"{prefix}-{secrets.token_hex(16)}",
             created=int(time.time()),

@@ -17,13 +17,14 @@ from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.observe.live_view import LiveView, Seen
 from relayline.coordinator.observe.step_looks import StepLooks, steps_asked
+from relayline.coordinator.planner.costs import Edges
 from relayline.coordinator.planner.running_plan import RunningPlan, Variant, other_layers, running_plan
-from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.shared_devices import device_numbers
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import Generator
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.tasks import end_task
+from relayline.wire.common.texts import counted
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.telemetry import Level
 
@@ -194,7 +195,9 @@ def _asked_edges(text: str, edges: Edges) -> Edges:
     n_layers = edges[-1][1] if edges else 0
     parts = text.split(",") if text else []
     if len(parts) != len(edges) - 1 or not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
-        raise InvalidRequestError.of_field("cuts", f"{len(edges)} stages need {len(edges) - 1} layers, such as 8,16")
+        raise InvalidRequestError.of_field(
+            "cuts", f"{len(edges)} stages need {counted(len(edges) - 1, 'layer')}, such as 8,16"
+        )
     cuts = [int(part) for part in parts]
     if [0, *cuts, n_layers] != sorted({0, *cuts, n_layers}):
         raise InvalidRequestError.of_field("cuts", f"they must ascend and lie between 1 and {n_layers - 1}")

@@ -17,7 +17,8 @@ from aiohttp import hdrs, web
 
 from relayline.coordinator.http.batches.bodies import BatchBody, FileForm
 from relayline.coordinator.http.edge.errors import ErrorBody
-from relayline.coordinator.http.embeddings.asking import EmbeddingsBody, RerankBody
+from relayline.coordinator.http.edge.route_names import RERANK_PATHS, SCORE_PATHS, TRANSCRIPTION_PATHS
+from relayline.coordinator.http.embeddings.asking import EmbeddingsBody
 from relayline.coordinator.http.llama.asking import InfillBody, LlamaBody
 from relayline.coordinator.http.messages.asking import MessagesBody
 from relayline.coordinator.http.ollama.asking import (
@@ -30,6 +31,7 @@ from relayline.coordinator.http.ollama.asking import (
 from relayline.coordinator.http.page import HEADERS
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.requests import bodies
+from relayline.coordinator.http.rerank.asking import RerankBody, ScoreBody
 from relayline.coordinator.http.responses.bodies import ResponsesBody
 from relayline.coordinator.http.transcriptions.asking import TranscriptionForm
 from relayline.wire.common.versions import version_of
@@ -51,12 +53,9 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/infill"): InfillBody,
     ("POST", "/v1/embeddings"): EmbeddingsBody,
     ("POST", "/embedding"): EmbeddingsBody,
-    ("POST", "/v1/rerank"): RerankBody,
-    ("POST", "/rerank"): RerankBody,
-    ("POST", "/v1/reranking"): RerankBody,
-    ("POST", "/reranking"): RerankBody,
-    ("POST", "/v1/audio/transcriptions"): TranscriptionForm,
-    ("POST", "/audio/transcriptions"): TranscriptionForm,
+    **{("POST", path): RerankBody for path in RERANK_PATHS},
+    **{("POST", path): ScoreBody for path in SCORE_PATHS},
+    **{("POST", path): TranscriptionForm for path in TRANSCRIPTION_PATHS},
     ("POST", "/api/chat"): OllamaChatBody,
     ("POST", "/api/generate"): OllamaGenerateBody,
     ("POST", "/api/show"): OllamaShowBody,
@@ -72,15 +71,16 @@ _REPLIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/completions"): shapes.Completion,
     ("POST", "/v1/chat/completions"): shapes.ChatCompletion,
     ("POST", "/v1/embeddings"): shapes.Embeddings,
+    **{("POST", path): shapes.Scores for path in SCORE_PATHS},
     ("GET", "/v1/models"): shapes.ModelList,
     ("GET", "/v1/models/{id}"): shapes.Model,
 }
 _STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/completion", "/infill",
-              "/v1/audio/transcriptions", "/audio/transcriptions"}  # fmt: skip
+              *TRANSCRIPTION_PATHS}  # fmt: skip
 _STREAMING_LINES = {"/api/chat", "/api/generate", "/api/pull"}  # of JSON
 _PLAIN = {"/metrics"}  # text, not JSON
 _FILES = {"/v1/files/{id}/content"}  # the bytes of a file
-_FORMS = {"/v1/audio/transcriptions", "/audio/transcriptions", "/v1/files"}  # multipart/form-data
+_FORMS = {*TRANSCRIPTION_PATHS, "/v1/files"}  # multipart/form-data
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
     "/v1/messages": {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from relayline.coordinator.joining.codes import CodedInvitation
 from relayline.coordinator.joining.invitations import Invitation
+from relayline.coordinator.model.pipeline_file import PipelineFile, StageFile
 from relayline.coordinator.relay.config import RelayConfig
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
@@ -56,6 +58,11 @@ class TelemetryDefaults:
             sampler_ratio=self.sampler_ratio,
             metrics_port=self.metrics_port,
         )
+
+
+OpenUnread = Callable[[PipelineFile, StageFile, int, int, threading.Event], Iterator[bytes | memoryview]]
+"""Yields the bytes of an unread artifact from one offset up to another, and perhaps more; each piece is good until the
+next one. It blocks, and soon after the event is set it ends. Raises RelaylineError."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,6 +169,8 @@ class JoinConfig:
     """Let hosts get their certificates too, with the line that `relayline up` prints; takes TLS."""
     offer_path: bool = True
     """Tell stages where the artifact lies here, so that those who see the same files need not fetch it."""
+    open_unread: OpenUnread | None = None
+    """Reads the artifacts of a hollow model from the hub; None where the weights are here, or the model is unknown."""
     adapters: tuple[Adapter, ...] = ()
     """LoRA adapters, in the order in which sessions choose them."""
     known: PoolState | None = None

@@ -187,6 +187,7 @@ class MemberService(abc.ABC):
         if index not in self._roster.holders and not hello.stands_by:
             text = f"{hello.name} gets no layers now, but its version cannot wait without layers; upgrade it"
             raise HandshakeError(text)
+        self._check_hello(hello)
         ticket = self._roster.join(who)
         place = self._roster.place_of(ticket)
         assert place is not None
@@ -205,6 +206,9 @@ class MemberService(abc.ABC):
         if self._members.get(member.index) is member:
             del self._members[member.index]
             self._tell_left(member.index)
+
+    def _check_hello(self, hello: pb.StageHello) -> None:  # noqa: B027 - a survey takes every version
+        """Raise HandshakeError for a stage whose version cannot do what it would be ordered to."""
 
     @abc.abstractmethod
     def _first_order(self, member: OpenMembership) -> pb.JoinResponse:
@@ -242,7 +246,7 @@ class MemberService(abc.ABC):
             kind = report.WhichOneof("report")
             if kind == "progress" and report.progress.phase in _STATES:
                 state, progress = _STATES[report.progress.phase], report.progress
-                self._roster.progress(ticket, state, progress.done_bytes, progress.total_bytes)
+                self._roster.progress(ticket, state, progress.done_bytes, progress.total_bytes, progress.trouble)
             elif kind == "alive":
                 pass
             elif kind == "failure":
@@ -279,5 +283,6 @@ def _parse(message: Any) -> pb.JoinRequest | None:
         return None
     report = messages.read(pb.JoinRequest, message, "report", who="a stage")
     is_long = any(each.HasField("failure") for each in (report, report.prepared, report.measured, report.sleeping))
+    is_long = is_long or bool(report.progress.trouble or report.prepared.trouble)
     tidy(report, bounds.PEER_TEXT_CHARS_MAX if is_long else bounds.PEER_NAME_CHARS_MAX)
     return report

@@ -9,7 +9,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.engine.moves import Cut, Drop, Move, MoveInstruction, MoveState, Prepare, Settle, Switch
+from relayline.coordinator.engine.moves import (
+    Cut,
+    Drop,
+    Fetch,
+    MoveInstruction,
+    MoveState,
+    Prepare,
+    Settle,
+    Switch,
+)
 from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.joining.hand_over import hand_over_ns
@@ -147,8 +156,10 @@ class LayerMover:
             raise InvalidRequestError("this coordinator does not know the unsplit model; give it with --model")
         switching = self.moves.latest if self.moves.is_switching else None
         instructions = self.moves.begin(cuts, time.monotonic_ns(), holders)
-        if switching is not None:
-            self._give_up(switching)
+        if switching is not None:  # its layers hold already, but a stage did not come back
+            log.warning("layers moved to %s, but %s; others take them over", _text(switching.cuts), switching.problem)
+            if self._own is not None:
+                self._own.failed(switching.cuts)
         self._before = self._pipeline.file.cuts
         if self._own is not None:
             self._own.begun()
@@ -179,6 +190,10 @@ class LayerMover:
         """A stage is ready to switch."""
         self._carry(self.moves.prepared(number, index, time.monotonic_ns()))
 
+    def fetching(self, number: int, index: int, fetch: Fetch) -> None:
+        """A stage is that far with its new layers."""
+        self.moves.fetching(number, index, fetch)
+
     def failed(self, number: int, why: str) -> None:
         """Something of the change cannot be done."""
         instructions = self.moves.failed(number, why, time.monotonic_ns())
@@ -208,12 +223,6 @@ class LayerMover:
                 self._own.failed(move.cuts)
             if self._hosts is not None:
                 self._hosts.failed(move)
-
-    def _give_up(self, switching: Move) -> None:
-        """A change whose layers hold already is replaced by another, since a stage did not come back."""
-        log.warning("layers moved to %s, but %s; others take them over", _text(switching.cuts), switching.problem)
-        if self._own is not None:
-            self._own.failed(switching.cuts)
 
     def _look(self) -> None:
         self._carry(self.moves.look(time.monotonic_ns()))

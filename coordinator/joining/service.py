@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from relayline.coordinator.engine.moves import Fetch
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.engine.whereabouts import whereabouts
-from relayline.coordinator.joining.artifact_reader import read_chunks
+from relayline.coordinator.joining.artifact_reader import Chunks, read_chunks, read_unread
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage, check_names, engine_message
 from relayline.coordinator.joining.hand_over import changing_hands, hand_over_orders
 from relayline.coordinator.joining.members import Context, MemberService, OpenMembership
@@ -24,6 +26,7 @@ from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFil
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     ArtifactError,
+    HandshakeError,
     NotReadyError,
     RelaylineError,
 )
@@ -55,6 +58,9 @@ class ChangeListener(Protocol):
 
     def prepared(self, number: int, index: int) -> None:
         """A stage is ready to switch."""
+
+    def fetching(self, number: int, index: int, fetch: Fetch) -> None:
+        """A stage is that far with its new layers."""
 
     def failed(self, number: int, why: str) -> None:
         """A stage cannot be."""
@@ -91,6 +97,11 @@ class JoinService(MemberService):
         # A setting that cannot be sent is the operator's mistake: report it now, not to the first stage that joins.
         for index in range(len(self._places)):
             self._order(index, b"")
+
+    def _check_hello(self, hello: pb.StageHello) -> None:
+        if not hello.takes_unread and any(stage.unread for stage in self._split.file.stages):
+            text = f"{hello.name}: its version cannot fetch layers that the hub has; upgrade it, or start the pipeline"
+            raise HandshakeError(f"{text} with `download: whole`")
 
     def _settle(self, member: OpenMembership) -> None:
         """From its first order on a member takes part in changes."""
@@ -136,9 +147,11 @@ class JoinService(MemberService):
             return order
         order.stage_index = holders.index(index)
         stage = split.file.stages[order.stage_index]
-        path = str((split.directory / stage.file).resolve()) if self._config.offer_path else ""
-        artifact = pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, path=path)
-        order.artifact.CopyFrom(artifact)
+        order.artifact.CopyFrom(
+            pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, unread=stage.unread)
+        )
+        if self._config.offer_path and not stage.unread:
+            order.artifact.path = str((split.directory / stage.file).resolve())
         order.pipeline_json = split.pipeline_json
         order.adapters.extend(
             [_adapter_message(each, offers_path=self._config.offer_path) for each in self._config.adapters]
@@ -274,16 +287,22 @@ class JoinService(MemberService):
             self.changes.failed(report.change, f"{name}: {report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX]}")
         elif report.is_ready:
             self.changes.prepared(report.change, index)
+        elif report.total_bytes:
+            self.changes.fetching(report.change, index, Fetch(report.done_bytes, report.total_bytes, report.trouble))
 
     # --- artifacts ----------------------------------------------------------------------------------------------------
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         """Send the caller's own artifact, or an adapter, from an offset on."""
         try:
-            member, path, size_bytes = self._wanted(request)
+            member = self._member_of(request)
+            size_bytes, chunks = self._file_of(member.index, request)
+            if (beyond := max(request.offset, request.end)) > size_bytes:
+                raise ArtifactError(f"offset {beyond} is beyond the artifact's {size_bytes} bytes")
+            if member.fetching:
+                raise NotReadyError("this stage's artifact is already being sent")
             member.fetching = True
             try:
-                chunks = read_chunks(path, request.offset, size_bytes)
                 async with self._fetches, contextlib.aclosing(chunks):
                     async for offset, data in chunks:
                         if self._members.get(member.index) is not member or self._closing.is_set():
@@ -294,27 +313,27 @@ class JoinService(MemberService):
         except RelaylineError as error:
             await rpc.abort(context, error)
 
-    def _wanted(self, request: pb.FetchRequest) -> tuple[OpenMembership, Path, int]:
-        """Return the holder of this ticket, and the requested file and its size.
+    def _file_of(self, index: int, request: pb.FetchRequest) -> tuple[int, Chunks]:
+        """Return the size of the requested file, and what reads the requested bytes.
 
         A request names a file by its content, and only the stage's own files and the adapters can be had.
         """
-        member = self._member_of(request)
-        path, size_bytes = self._file_of(member.index, request.sha256)
-        if request.offset > size_bytes:
-            raise ArtifactError(f"offset {request.offset} is beyond the artifact's {size_bytes} bytes")
-        if member.fetching:
-            raise NotReadyError("this stage's artifact is already being sent")
-        return member, path, size_bytes
-
-    def _file_of(self, index: int, sha256: str) -> tuple[Path, int]:
+        sha256, offset, end = request.sha256, request.offset, request.end
         for adapter in self._config.adapters:
             if sha256 == adapter.sha256:
-                return adapter.path, adapter.size_bytes
+                return adapter.size_bytes, read_chunks(adapter.path, offset, adapter.size_bytes, end)
         split, stage = self._part_of(index, sha256)
         if stage is None or sha256 not in ("", stage.sha256):
             raise ArtifactError("that artifact is not for this stage; a planned change was cancelled")
-        return split.directory / stage.file, stage.size_bytes
+        if not stage.unread:
+            return stage.size_bytes, read_chunks(split.directory / stage.file, offset, stage.size_bytes, end)
+        if (open_unread := self._config.open_unread) is None:
+            text = "the weights of this split are on the hub; give the coordinator its manifest or --model"
+            raise ArtifactError(text)
+        end = end or stage.size_bytes
+        return stage.size_bytes, read_unread(
+            functools.partial(open_unread, split.file, stage, offset, end), offset, end
+        )
 
     def _part_of(self, index: int, sha256: str) -> tuple[Split, StageFile | None]:
         """Return the split and the slice of a place: those of the next change if it requests them, otherwise the

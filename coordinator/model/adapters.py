@@ -23,6 +23,7 @@ _MLA = "attn_q attn_q_a attn_q_b attn_kv_a_mqa attn_kv_b attn_k_b attn_v_b"
 _INDEXER = "indexer.attn_q_b indexer.attn_k indexer.proj indexer.kpool_gate"
 _DELTA = "ssm_beta ssm_f_a ssm_f_b ssm_g_a ssm_g_b attn_k attn_v attn_output"
 _STREAMS = "hc_attn_fn hc_ffn_fn"
+_DENSE = "ffn_gate ffn_up ffn_down ffn_gate_shexp ffn_up_shexp ffn_down_shexp"
 _CONV = "ssm_conv1d"  # a convolution's, which is no product
 # Matrices that the graphs of llama.cpp 0.3.36's src/models multiply without a look at adapters. llama-server ignores
 # such a pair in silence. tests/coordinator/model/test_adapter_matrices.py measures it.
@@ -32,6 +33,7 @@ UNTOUCHED: dict[str, str] = {
     "deepseek4": f"{_STREAMS} attn_output_a attn_compressor_ape indexer_compressor_ape ffn_gate_tid2eid",
     "hy_v4": f"{_MLA} {_INDEXER} {_STREAMS} attn_gate",
     "kimi-linear": f"{_MLA} {_DELTA} attn_qkv",
+    "kimi-k3": f"{_MLA} {_DELTA} {_DENSE} attn_qkv attn_gate ssm_g ffn_gate_inp ffn_routed_down ffn_routed_up",
     "bailingmoe3": f"{_MLA} {_DELTA} attn_gate",
     "glm5-next": f"{_MLA} {_DELTA} {_INDEXER} {_STREAMS} indexer_compressor_gate indexer_compressor_ape",
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), f"ffn_latent_down ffn_latent_up {_CONV}"),

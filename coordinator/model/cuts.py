@@ -40,6 +40,8 @@ class CutFacts(Protocol):
     @property
     def kinds(self) -> str: ...  # noqa: D102
     @property
+    def fills_kinds(self) -> bool: ...  # noqa: D102
+    @property
     def indexers(self) -> tuple[bool, ...]: ...  # noqa: D102
     @property
     def blocked(self) -> Mapping[int, str]: ...  # noqa: D102
@@ -75,8 +77,11 @@ def _lacks_needed(facts: CutFacts, start: int, end: int) -> bool:
 def _lacks_kind(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether llama.cpp would abort: llm_graph_input_mem_hybrid sets inputs of both kinds, which no layer reads.
 
-    Of a model whose layers are all alike every slice is as the whole.
+    Of a model whose layers are all alike every slice is as the whole. In some models slices behind the first have
+    placeholders, of the kind that they lack.
     """
+    if facts.fills_kinds and start > 0:
+        return False
     needed, there = facts.kinds, facts.kinds[start:end]
     if BOTH in needed or not (ATTENDS in needed and RECURRENT in needed):
         return False
@@ -130,6 +135,8 @@ def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
     if any(_lacks_needed(facts, start, end) for start, end in itertools.pairwise(edges)):
         return "llama.cpp runs no layers of this model without one that compresses four tokens into a cell"
     if any(_lacks_kind(facts, start, end) for start, end in itertools.pairwise(edges)):
+        if facts.fills_kinds:
+            return "the first stage needs a layer with a recurrent state and one that attends"
         return "llama.cpp runs layers with a recurrent state only together with one that attends, and the reverse"
     if any(_lacks_choice(facts, start) for start in edges[:-1]):
         return "its first layer would attend to tokens that the previous layer has chosen"

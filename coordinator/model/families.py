@@ -26,7 +26,7 @@ FAMILIES: dict[str, Family] = {
         Family("mistral3", "Ministral 3, Mistral Large 3 (dense)"),
         Family("qwen2", "Qwen1.5, Qwen2, Qwen2.5, DeepSeek R1 distills"),
         Family("qwen2moe", "Qwen1.5-MoE, Qwen2-57B-A14B", head_required=True),
-        Family("qwen3", "Qwen3 0.6B to 32B"),
+        Family("qwen3", "Qwen3 0.6B to 32B, Qwen3-Reranker", ranks=True),
         Family("qwen3moe", "Qwen3-30B-A3B, 235B-A22B, Qwen3-Coder"),
         Family("phi3", "Phi-3, Phi-4"),
         Family("phimoe", "Phi-3.5-MoE", head_required=True),
@@ -126,7 +126,13 @@ FAMILIES: dict[str, Family] = {
             rotates_by_layer=True,
             widths_by_layer=True,
         ),
-        Family("qwen3vl", "Qwen3-VL 2B to 32B", left_out="images", overrides=rules.no_deepstack),
+        Family(
+            "qwen3vl",
+            "Qwen3-VL 2B to 32B, Qwen3-VL-Reranker",
+            left_out="images",
+            overrides=rules.no_deepstack,
+            ranks=True,
+        ),
         Family("qwen3vlmoe", "Qwen3-VL-30B-A3B, 235B-A22B", left_out="images", overrides=rules.no_deepstack),
         Family("qwen2vl", "Qwen2-VL, Qwen2.5-VL"),
         Family("hunyuan_vl", "HunyuanOCR", left_out="images"),
@@ -252,6 +258,15 @@ FAMILIES: dict[str, Family] = {
         Family("bloom", "BLOOM, BLOOMZ", enters_inside=True),
         Family("muse-glimmer", "Muse Glimmer 30B", head_required=True, windows=windows_of(4), enters_inside=True),
         Family("kimi-linear", "Kimi Linear 48B-A3B", head_required=True, kinds=rules.headless_kinds),
+        # Every twelfth layer's input goes into all later layers, and travels with the row.
+        Family(
+            "kimi-k3",
+            "Kimi K3",
+            left_out="images",
+            head_required=True,
+            kinds=rules.headless_kinds,
+            block_layers=rules.block_layers,
+        ),
     )
 }
 

@@ -142,6 +142,8 @@ def _none_needed(_: Metadata) -> Needed:
 LAYER_INPUT_WIDTH = "embedding_length_per_layer_input"
 # Layers at the beginning that look their experts up by token id.
 HASH_LAYERS = "hash_layer_count"
+# Layers of a block. What enters a block's first layer enters every later layer, too.
+BLOCK_LAYERS = "attn_res.block_size"
 # Layers at the end that attend to the cells of earlier ones.
 SHARING_LAYERS = "attention.shared_kv_layers"
 
@@ -186,9 +188,11 @@ class Family:
     layer_inputs: Callable[[Metadata], int] = _none_of_them  # inputs of each layer besides the row
     hash_layers: Callable[[Metadata], int] = _none_of_them  # layers at the beginning that go by token ids
     sharing_layers: Callable[[Metadata], int] = _none_of_them  # layers at the end without separate cells
+    block_layers: Callable[[Metadata], int] = _none_of_them  # of each block whose input all later layers read
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0
     rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     widths_by_layer: bool = False  # and how wide its heads are
     predicts: bool = False  # llama.cpp drafts with the prediction layers of the last stage's slice, which has them then
+    ranks: bool = False  # llama.cpp reads a head that ranks from its files, and makes chances of its products
     left_out: str = ""  # tensors of the family's files that stages do not use, besides prediction layers
     certified: bool = True  # False only for the generic rule of --experimental

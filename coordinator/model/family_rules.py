@@ -11,6 +11,7 @@ import struct
 
 from relayline.coordinator.model.family import (
     ATTENDS,
+    BLOCK_LAYERS,
     BOTH,
     HASH_LAYERS,
     INDEXER_TYPES,
@@ -374,6 +375,12 @@ def nemotron_kinds(facts: Metadata) -> Kinds:
     pairs = zip(heads, widths, strict=False)
     found = "".join(NEITHER if width else ATTENDS if n_heads else RECURRENT for n_heads, width in pairs)
     return found.ljust(facts.n_layers, NEITHER)
+
+
+def block_layers(facts: Metadata) -> int:
+    """Return of how many layers each block is whose input all later layers read."""
+    # llama_model_kimi_k3::graph::res_push and res_mix.
+    return facts.integer(BLOCK_LAYERS) or 0
 
 
 def lfm2_refusal(facts: Metadata) -> str | None:

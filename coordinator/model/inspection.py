@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import difflib
 import hashlib
 import os
 import re
+from collections.abc import Set
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,7 +32,10 @@ from relayline.coordinator.model.family import (
 from relayline.coordinator.model.family_rules import state_values
 from relayline.coordinator.model.first_layer import first_layer_refusal
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
+from relayline.coordinator.model.origin import origins_of
+from relayline.coordinator.model.placeholders import Placeholders, placeholders_of
 from relayline.coordinator.model.prediction import Prediction, prediction_of
+from relayline.coordinator.model.rank_head import labels_of, rank_refusal, scoring_labels
 from relayline.coordinator.model.refused_families import REFUSED
 from relayline.coordinator.model.sidebands import EPSILON, LAYER_NORM, LAYER_PRODUCT, LAYER_TOKENS, Sidebands
 from relayline.wire.common.bounds import N_EMBD_MAX
@@ -40,6 +45,7 @@ from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
 from relayline.wire.model_files.gguf_header import Tensor, Value
 from relayline.wire.model_files.model_check import LAYERS_MAX, check_model
+from relayline.wire.model_files.rank_head import RANK_HEAD
 
 BLOCK_NAME = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<rest>.+)$")
 EMBEDDING = "token_embd.weight"
@@ -50,7 +56,7 @@ GLOBAL_TENSORS = frozenset({
     EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
     "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight", "position_embd.weight",
     "token_embd_norm.weight", "token_embd_norm.bias", "output_hc_fn.weight", "output_hc_base.weight",
-    "output_hc_scale.weight", LAYER_TOKENS, LAYER_PRODUCT, LAYER_NORM,
+    "output_hc_scale.weight", "output_res_score.weight", LAYER_TOKENS, LAYER_PRODUCT, LAYER_NORM,
 })  # fmt: skip
 # general.type of files that are none of a language model by themselves.
 PARTS = {
@@ -89,6 +95,7 @@ class ModelFacts:
     n_embd: int
     row_widths: tuple[int, ...]  # per layer: values of each row that enters it, sidebands included
     sidebands: Sidebands  # what that is
+    placeholders: Placeholders | None  # what slices have in place of earlier layers; None: nothing
     sharing_layers: int  # at the end, which attend to the cells of earlier ones
     n_heads: tuple[int, ...]
     n_kv_heads: tuple[int, ...]
@@ -100,6 +107,7 @@ class ModelFacts:
     embedding_bytes: int  # the token embedding table, needed by stage 0, and what else that looks up by token
     head_bytes: int  # the matrix the last stage multiplies with; when tied, the token embedding table
     tied_embeddings: bool
+    n_labels: int  # of a reranker's head, on the last stage; 0: it is none, or has one label, and no slice has the head
     kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache; 0 where a layer does not attend
     state_bytes_per_lane: tuple[int, ...]  # per layer: its recurrent state, kept for each lane; 0 where it has none
     rewinds_states: bool  # llama.cpp can keep earlier ones of each lane as well, so that guessed rows can be taken back
@@ -116,6 +124,11 @@ class ModelFacts:
     long_rope: LongRope | None  # if it has two sets of rope factors
     windows: Windows  # which layers have a sliding window; empty unless some have and some have not
     window_tokens: int  # that a row of these layers reads, its own included; 0: they keep all, or none has a window
+
+    @property
+    def fills_kinds(self) -> bool:
+        """Whether slices behind the first have placeholders, of the kind of layers that they lack."""
+        return self.placeholders is not None
 
     @property
     def legal_cuts(self) -> tuple[int, ...]:
@@ -145,6 +158,7 @@ class _Header:
     n_kv_heads: tuple[int, ...]
     family: Family
     metadata: Metadata
+    n_labels: int  # of a head that ranks; 0: there is none
 
     @property
     def n_vocab(self) -> int:
@@ -173,6 +187,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         n_embd=header.n_embd,
         row_widths=_row_widths(header, sidebands),
         sidebands=sidebands,
+        placeholders=_placeholders(header),
         sharing_layers=family.sharing_layers(metadata),
         n_heads=header.n_heads,
         n_kv_heads=header.n_kv_heads,
@@ -184,6 +199,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         embedding_bytes=header.embedding.size_bytes + sidebands.size_bytes(model.tensors),
         head_bytes=head.size_bytes,
         tied_embeddings=head is header.embedding,
+        n_labels=scoring_labels(header.n_labels),
         kv_bytes_per_token=_kv_bytes(header),
         state_bytes_per_lane=_state_bytes(header),
         rewinds_states=header.architecture in REWINDING_ARCHITECTURES,
@@ -237,6 +253,7 @@ def _read_header(model: GgufModel) -> _Header:
     if len(embedding.dims) != 2 or embedding.dims[0] != n_embd or not 0 < n_embd <= N_EMBD_MAX:
         raise ModelFileError(f"{model.path}: {EMBEDDING} has shape {list(embedding.dims)}, but the width is {n_embd}")
     n_heads = _per_layer(model, "attention.head_count", n_layers, 0)
+    family = families.family_of(architecture)
     return _Header(
         model=model,
         architecture=architecture,
@@ -246,8 +263,9 @@ def _read_header(model: GgufModel) -> _Header:
         embedding=embedding,
         n_heads=n_heads,
         n_kv_heads=_per_layer(model, "attention.head_count_kv", n_layers, None) or n_heads,
-        family=families.family_of(architecture),
+        family=family,
         metadata=families.metadata_of(model, n_layers, embedding.dims[1]),
+        n_labels=labels_of(model, family, n_embd),
     )
 
 
@@ -303,19 +321,24 @@ def _refusal(header: _Header) -> tuple[str | None, bool]:
             rotates_by_layer=family.rotates_by_layer,
             widths_by_layer=family.widths_by_layer,
         )
+        or rank_refusal(header.model, family, header.n_labels)
     )
     if known is not None:
         return known, False
     if family.certified:
-        doubt = _odd_tensors(header.model)
+        doubt = _odd_tensors(header.model, {RANK_HEAD} if header.n_labels else set())
     else:
-        names = ", ".join(families.supported_architectures())
-        doubt = f"its architecture has not been certified; supported: {names}"
+        known_ones = families.supported_architectures()
+        near = difflib.get_close_matches(header.architecture, known_ones, n=3)
+        alike = f", {' and '.join(near)} among them" if near else ""
+        where = "docs/reference/families.md lists them"
+        doubt = f"its architecture has not been certified; {len(known_ones)} are{alike}; {where}"
     return doubt, doubt is not None
 
 
-def _odd_tensors(model: GgufModel) -> str | None:
-    odd = [name for name in model.tensors if name not in GLOBAL_TENSORS and not BLOCK_NAME.match(name)]
+def _odd_tensors(model: GgufModel, known: Set[str]) -> str | None:
+    known = known | GLOBAL_TENSORS
+    odd = [name for name in model.tensors if name not in known and not BLOCK_NAME.match(name)]
     return f"it has the tensor {odd[0]}, which belongs to no stage" if odd else None
 
 
@@ -364,6 +387,8 @@ def _sidebands(header: _Header) -> Sidebands:
         hash_layers=family.hash_layers(metadata),
         n_experts=metadata.integer("expert_count") or 0,
         n_experts_used=metadata.integer("expert_used_count") or 0,
+        block_layers=family.block_layers(metadata),
+        n_embd=header.n_embd,
         **({"epsilon": epsilon} if isinstance(epsilon, float) else {}),
     )
     try:
@@ -371,6 +396,19 @@ def _sidebands(header: _Header) -> Sidebands:
     except ModelFileError as error:
         raise ModelFileError(f"{header.model.path}: {error.message}; the file is damaged") from None
     return found
+
+
+def _placeholders(header: _Header) -> Placeholders | None:
+    family, metadata = header.family, header.metadata
+    if not family.block_layers(metadata):
+        return None
+    return placeholders_of(
+        header.model.tensors,
+        family.kinds(metadata),
+        header.n_embd,
+        max(_per_layer(header.model, "feed_forward_length", header.n_layers, 0), default=0),
+        metadata.integer("leading_dense_block_count") or 0,
+    )
 
 
 def _layer_bytes(header: _Header) -> tuple[int, ...]:
@@ -456,7 +494,8 @@ def content_key(path: Path) -> str:
     """Return the sha256 that identifies a model's content, in hex, after reading a few KiB per tensor.
 
     It covers all metadata, and every tensor's name, shape, type and first 4 KiB. So it is the same however the model is
-    sharded, and differs between two fine-tunes of one base. Raises ModelFileError.
+    sharded, and differs between two fine-tunes of one base. Of a hollow model, whose tensors are on the hub, it covers
+    the content that the hub promises instead. Raises ModelFileError.
     """
     return model_key(open_model(path))
 
@@ -464,6 +503,8 @@ def content_key(path: Path) -> str:
 def model_key(model: GgufModel) -> str:
     """Return the content key of an opened model."""
     digest = hashlib.sha256()
+    for origin in origins_of(model):
+        digest.update(f"origin {origin.etag} {origin.size_bytes}\n".encode())
     with ExitStack() as stack:
         files = [stack.enter_context(file.path.open("rb")) for file in model.files]
         for key, entry in model.entries.items():

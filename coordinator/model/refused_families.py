@@ -37,7 +37,6 @@ REFUSED: dict[str, str] = {
     "gptj": "llama.cpp knows its name, but cannot load it",
     "graniteswitch": "it chooses adapters by token id, and no stage but the first knows tokens",
     "hrm_text": "it runs through all of its layers several times, and a stage runs its own once",
-    "kimi-k3": "its layers add up what blocks of earlier layers gave, which stages do not forward",
     "minicpm3": "the scale of its layers follows from the number of layers in the file",
     "minimax-01": "the slopes of its attention follow from the number of layers in the file",
     "plamo2": "llama.cpp aborts on it, whole or in stages, with more than one sequence",

@@ -39,16 +39,22 @@ class Sidebands:
     n_experts: int = 0
     n_experts_used: int = 0
     epsilon: float = _EPSILON_USUAL  # of the norm that layer inputs go through
+    block_layers: int = 0  # of each block whose input all later layers read
+    n_embd: int = 0  # values of such an input
 
     @property
     def exist(self) -> bool:
         """Whether a stage has to know of any."""
-        return bool(self.layer_inputs or self.hash_layers)
+        return bool(self.layer_inputs or self.hash_layers or self.block_layers)
 
     def values_into(self, layer: int) -> int:
         """Return the number of sideband values of a row that enters a layer; for stage 0, of the values looked up."""
         looked_up = self.hash_layers * self.n_experts_used if layer == 0 else 0
-        return self.layer_inputs * (self.n_layers - layer) + looked_up
+        return self.layer_inputs * (self.n_layers - layer) + looked_up + self.n_embd * self.blocks_before(layer)
+
+    def blocks_before(self, layer: int) -> int:
+        """Return how many blocks begin before a layer: their inputs travel with the row that enters it."""
+        return -(-layer // self.block_layers) if self.block_layers else 0
 
     def tables(self) -> dict[str, str]:
         """Return the tables appended to stage 0: name in its metadata -> name of the tensor."""
@@ -80,6 +86,8 @@ class Sidebands:
     def entries(self, is_first: bool) -> list[bytes]:
         """Return a stage's metadata, without the places of the tables."""
         found = []
+        if self.block_layers:
+            found.append(encode_entry("relayline.blocks.layers", U32, self.block_layers))
         if self.layer_inputs:
             found.append(encode_entry("relayline.layer_inputs.width", U32, self.layer_inputs))
         if self.layer_inputs and is_first:

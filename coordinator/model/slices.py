@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.families import metadata_of, output_scale_of, scale_of, slice_overrides
 from relayline.coordinator.model.family import (
+    ATTENDS,
     HASH_LAYERS,
     INDEXER_TYPES,
     RECURRENT,
@@ -30,6 +31,7 @@ from relayline.coordinator.model.family import (
 from relayline.coordinator.model.first_layer import stated_widths
 from relayline.coordinator.model.gguf_file import GgufModel, read_entries
 from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
+from relayline.coordinator.model.placeholders import PLACEHOLDER_TYPES, zeros_slot
 from relayline.coordinator.model.sidebands import (
     EXPERTS_BY_TOKEN,
     LAYER_PRODUCT,
@@ -38,7 +40,7 @@ from relayline.coordinator.model.sidebands import (
     table_entries,
 )
 from relayline.wire.common.errors import ModelFileError
-from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
+from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, KeyValue, Tensor, Value
 from relayline.wire.model_files.gguf_write import (
     BOOL,
     F32,
@@ -50,11 +52,13 @@ from relayline.wire.model_files.gguf_write import (
     encode_entry,
     encode_header,
 )
+from relayline.wire.model_files.rank_head import LABELS_KEY, RANK_HEAD
 
 # The features that a stage must support. Version 2: windows lose cells, and an output may need scaling. Version 3: rows
 # may have another width than the model, and are written into the graph. Version 4: more than a row is written there.
-# Builds that do not would compute something else, and say instead which versions they read.
-ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION, SIDEBANDS_VERSION = 1, 2, 3, 4
+# Version 5: a slice begins with layers that are not computed. Builds that do not would compute something else, and say
+# instead which versions they read.
+ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION, SIDEBANDS_VERSION, BLOCKS_VERSION = 1, 2, 3, 4, 5
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
 DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
@@ -62,9 +66,7 @@ DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
 FIXED_ARRAYS = frozenset({"rope.dimension_sections", "classifier.output_labels"})
 BARE_PREFIXES = ("xielu.",)  # of values per layer that llama.cpp reads without the family's namespace (apertus)
 F32_ID, F16_ID = 0, 1
-# Types for a matrix that must be there but is never read, smallest first.
-PLACEHOLDER_TYPES = (41, 2, F16_ID)  # Q1_0, Q4_0, F16
-# And for one of zeros whose rows are read, on any device.
+# Types for a matrix of zeros whose rows are read, on any device, smallest first.
 ZERO_TYPES = (2, F16_ID)
 
 
@@ -132,6 +134,7 @@ class _Planner:
         is_plain = not self.facts.windows and not self.family.scales_rows
         version = INSIDE_VERSION if self.family.enters_inside else ARTIFACT_VERSION if is_plain else WINDOWED_VERSION
         version = SIDEBANDS_VERSION if self.facts.sidebands.exist else version
+        version = BLOCKS_VERSION if self.facts.sidebands.block_layers else version
         return [
             encode_entry("relayline.version", U32, version),
             encode_entry("relayline.source_sha256", STRING_TYPE, self.source_key),
@@ -144,7 +147,8 @@ class _Planner:
 
     def tokenizer(self) -> PlannedArtifact:
         keys = [key for key in self.model.entries if not key.startswith(DROPPED_KEYS)]
-        header = encode_header([*read_entries(self.model, keys), *self.identity()], ())
+        labels = [encode_entry(LABELS_KEY, U32, self.facts.n_labels)] if self.facts.n_labels else []
+        header = encode_header([*read_entries(self.model, keys), *self.identity(), *labels], ())
         return PlannedArtifact(TOKENIZER_NAME, header, (), (), len(header), None)
 
     def stage(self, index: int, start: int, end: int) -> PlannedArtifact:
@@ -207,7 +211,8 @@ class _Planner:
             if key.startswith(DROPPED_KEYS) or key in encoded or (not has_words and key.startswith("tokenizer.")):
                 continue
             if self.is_per_layer(entry):
-                encoded[key] = self.sliced(entry, start, end, self.n_kept(end))
+                first = start - self.n_placeholders(start)
+                encoded[key] = self.sliced(entry, first, end, self.n_kept(end))
             else:
                 kept.append(key)
         if not has_words:
@@ -228,6 +233,7 @@ class _Planner:
             "block_count": (U32, end - start + n_kept),
             **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),
             **self.counted(start, end),
+            **self.with_placeholders(start, end),
             **({WINDOW_PATTERN: (BOOL, windows)} if windows else {}),
             **({RECURRENT_LAYERS: (BOOL, kinds)} if kinds else {}),
             **({} if all(self.facts.indexers) else {INDEXER_TYPES: (U32, indexers)}),
@@ -254,6 +260,23 @@ class _Planner:
             **({SHARING_LAYERS: (U32, max(0, end - max(start, n_own)))} if n_sharing else {}),
         }
 
+    def n_placeholders(self, start: int) -> int:
+        """Return how many layers of zeros a slice has before its own."""
+        return start if self.facts.placeholders else 0
+
+    def with_placeholders(self, start: int, end: int) -> Overrides:
+        """Return what a slice says of its layers if some are placeholders, which are dense."""
+        made = self.facts.placeholders
+        if made is None or not start:
+            return {}
+        heads = tuple(int(kind == ATTENDS) for kind in made.before(start, end))
+        return {
+            "block_count": (U32, end),
+            "leading_dense_block_count": (U32, min(max(made.n_dense, start), end)),
+            "attention.head_count_kv": (U32, heads + self.facts.n_kv_heads[start:end]),
+            "feed_forward_length": (U32, made.width(start)),
+        }
+
     def vocabulary(self, is_last: bool) -> Overrides:
         """Return how many tokens a slice has where no list of them says so."""
         if is_last and self.has_words:
@@ -277,13 +300,14 @@ class _Planner:
     def blocks(self, start: int, end: int) -> list[PlannedTensor]:
         factors = {} if end - start == self.facts.n_layers else self.family.factors(self.rules)
         orders = self.family.row_orders(self.rules)
-        planned = []
+        n_before, made = self.n_placeholders(start), self.facts.placeholders
+        planned = [PlannedTensor(slot, None) for slot in made.tensors(start, end)] if made else []
         for tensor in self.model.tensors.values():
             block = BLOCK_NAME.match(tensor.name)
             if block is not None and block["rest"] in self.family.dropped:
                 continue
             if block is not None and start <= int(block["layer"]) < end + self.n_kept(end):
-                kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
+                kept = _kept(tensor, f"blk.{int(block['layer']) - start + n_before}.{block['rest']}")
                 if (
                     block["rest"] == EXPERTS_BY_TOKEN
                 ):  # it comes after the tensors; llama.cpp requires one, but does not read it
@@ -319,6 +343,8 @@ class _Planner:
             return _zeros_of(tensor.name, (self.facts.n_embd, n_inputs), ZERO_TYPES)
         if start > 0 and tensor.name in self.family.entry_tables:
             return _nothing(tensor)
+        if tensor.name == RANK_HEAD and self.family.ranks and not (is_last and self.facts.n_labels):
+            return None
         return self._tensor_of_last(tensor) if is_last else self._tensor_before_last(tensor)
 
     def _tensor_before_last(self, tensor: Tensor) -> PlannedTensor:
@@ -358,11 +384,7 @@ def _kept(tensor: Tensor, name: str) -> PlannedTensor:
 
 
 def _zeros(name: str, type_id: int, dims: tuple[int, ...]) -> PlannedTensor:
-    _, block, block_bytes = TENSOR_TYPES[type_id]
-    n_values = 1
-    for dim in dims:
-        n_values *= dim
-    return PlannedTensor(TensorSlot(name, dims, type_id, n_values // block * block_bytes), None)
+    return _zeros_of(name, dims, (type_id,))
 
 
 def _placeholder(tensor: Tensor) -> PlannedTensor:
@@ -376,5 +398,4 @@ def _nothing(tensor: Tensor) -> PlannedTensor:
 
 
 def _zeros_of(name: str, dims: tuple[int, ...], type_ids: Sequence[int]) -> PlannedTensor:
-    type_id = next(kind for kind in type_ids if dims[0] % TENSOR_TYPES[kind][1] == 0)
-    return _zeros(name, type_id, dims)
+    return PlannedTensor(zeros_slot(name, dims, type_ids), None)

@@ -1,8 +1,10 @@
 """Cuts a GGUF model into one artifact per stage, so that a finished-looking result is always a finished one.
 
 Every file is written under a dotted partial name, synced, and renamed only when all are complete; pipeline.json
-comes last. Tensors are copied in chunks, never decoded, so memory does not depend on the model; only small vectors
-that slices of a family carry multiplied (`Family.factors`) are read as numbers.
+comes last. Memory does not depend on the model, see `artifact_bytes`.
+
+Of a hollow model, whose weights are on the hub (`origin`), the artifacts are hollow as well: each has its header and
+its size, and the coordinator reads the rest from the hub when a stage fetches it.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ import logging
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from relayline.coordinator.model import families
+from relayline.coordinator.model.artifact_bytes import artifact_bytes, local_files, unread_name
 from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.inspection import ModelFacts, check_support, check_whole, facts_of, model_key
+from relayline.coordinator.model.origin import Origin, check_has_bytes, check_not_empty, origins_of
 from relayline.coordinator.model.pipeline_file import (
     PIPELINE_NAME,
     PIPELINE_VERSION,
@@ -40,12 +42,9 @@ from relayline.wire.common.errors import ArtifactError, ModelFileError, Unsuppor
 from relayline.wire.common.file_hash import remember_sha256, sha256_of
 from relayline.wire.common.places import moving_cache
 from relayline.wire.common.texts import named_layers
-from relayline.wire.model_files.gguf_header import Tensor
-from relayline.wire.model_files.gguf_write import ALIGNMENT
 
 log = logging.getLogger("relayline.split")
 
-CHUNK_BYTES = 8 * 1024 * 1024
 DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json, and other uses of the disk in the meantime
 PARTIAL = ".partial"
 ARTIFACT_NAME = re.compile(r"^(stage-\d+|tokenizer)\.gguf$")
@@ -92,8 +91,12 @@ def split_model(
             return done
         _refuse_foreign(out_dir)
         plan = plan_split(model, facts, family, model_key(model), cuts)
+        asked = (None, trial) if facts.supported else (probe, None)  # a probe does the work of a trial, and more
+        if asked[0] is not None:
+            check_has_bytes(model)
+        elif not origins_of(model):
+            check_not_empty(model)
         try:
-            asked = (None, trial) if facts.supported else (probe, None)  # a probe does the work of a trial, and more
             return _Writer(model, facts, out_dir, progress, *asked).write(plan)
         except OSError as error:
             raise ArtifactError(
@@ -107,6 +110,7 @@ def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Se
     Raises ModelFileError, UnsupportedArchitectureError, CutError or ArtifactError.
     """
     model = open_model(source)
+    check_has_bytes(model)
     facts = facts_of(model)
     family = families.family_of(facts.architecture)
     check_cuts(facts, cuts)
@@ -120,6 +124,14 @@ def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Se
     except OSError as error:
         raise ArtifactError(f"{out_dir}: cannot write a stage: {error.strerror or error}") from error
     return tuple(paths)
+
+
+def planned_stage(model: GgufModel, cuts: tuple[int, ...], index: int) -> PlannedArtifact:
+    """Return the plan of one stage's artifact. Raises ModelFileError, UnsupportedArchitectureError or CutError."""
+    facts = facts_of(model)
+    check_cuts(facts, cuts)
+    family = families.family_of(facts.architecture)
+    return plan_split(model, facts, family, model_key(model), cuts).artifacts[1 + index]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,6 +205,8 @@ def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> Pipelin
         return None
     entries: list[ArtifactFile | StageFile] = [found.tokenizer, *found.stages]
     for entry in entries:
+        if isinstance(entry, StageFile) and entry.unread:
+            continue  # there is nothing in it that could have changed
         try:
             is_whole = sha256_of(out_dir / entry.file) == entry.sha256  # remembered: it is rarely read
         except OSError:
@@ -238,10 +252,16 @@ class _Writer:
     def write(self, plan: SplitPlan) -> PipelineFile:
         """Write every artifact, then publish them together."""
         _remove_partials(self.out_dir)
-        self.total_bytes = sum(artifact.size_bytes for artifact in plan.artifacts)
+        origins = origins_of(self.model)
+        tokenizer, *stages = plan.artifacts
+        self.total_bytes = tokenizer.size_bytes
+        if not origins:
+            self.total_bytes += sum(stage.size_bytes for stage in stages)
         self._check_space()
         try:
-            hashes = [self.write_artifact(artifact) for artifact in plan.artifacts]
+            hashes = [self.write_artifact(tokenizer)]
+            for stage in stages:
+                hashes.append(self.write_hollow(stage, origins) if origins else self.write_artifact(stage))
             if self.trial is not None:
                 self._try(plan, self.trial)
             if self.probe is not None:
@@ -261,13 +281,10 @@ class _Writer:
 
     def write_artifact(self, artifact: PlannedArtifact) -> str:
         """Write one file under its partial name and return its sha256."""
-        buffer = memoryview(bytearray(CHUNK_BYTES))
         digest = hashlib.sha256()
-        with ExitStack() as stack:
-            sources = [stack.enter_context(file.path.open("rb", buffering=0)) for file in self.model.files]
-            out = stack.enter_context(_partial(self.out_dir / artifact.file).open("wb", buffering=0))
-
-            def put(piece: bytes | memoryview) -> None:
+        path = _partial(self.out_dir / artifact.file)
+        with local_files(self.model) as source, path.open("wb", buffering=0) as out:
+            for piece in artifact_bytes(artifact, source):
                 view = memoryview(piece)
                 digest.update(view)
                 while view:
@@ -275,24 +292,17 @@ class _Writer:
                 self.written_bytes += len(piece)
                 if self.progress is not None:
                     self.progress(self.written_bytes, self.total_bytes)
-
-            put(artifact.header)
-            for planned in artifact.tensors:
-                if planned.source is None:
-                    _put_zeros(planned.slot.size_bytes, put)
-                elif planned.factor != 1.0:
-                    put(_multiplied(sources[planned.source.file_index], planned.source, planned.factor))
-                elif planned.row_order:
-                    _put_reordered(sources[planned.source.file_index], planned.source, planned.row_order, put)
-                else:
-                    _put_tensor(sources[planned.source.file_index], planned.source, buffer, put)
-                put(bytes(-planned.slot.size_bytes % ALIGNMENT))
-            for index, trailer in enumerate(artifact.trailers):
-                if index:
-                    put(bytes(-artifact.trailers[index - 1].size_bytes % ALIGNMENT))
-                _put_tensor(sources[trailer.file_index], trailer, buffer, put)
             os.fsync(out.fileno())
         return digest.hexdigest()
+
+    def write_hollow(self, artifact: PlannedArtifact, origins: Sequence[Origin]) -> str:
+        """Write a stage's file without its weights under its partial name and return the name of its content."""
+        with _partial(self.out_dir / artifact.file).open("wb") as out:
+            out.write(artifact.header)
+            out.truncate(artifact.size_bytes)
+            out.flush()
+            os.fsync(out.fileno())
+        return unread_name(artifact, origins)
 
     def _try(self, plan: SplitPlan, trial: Trial) -> None:
         problem = trial([_partial(self.out_dir / item.file) for item in plan.artifacts if item.layers is not None])
@@ -314,11 +324,13 @@ class _Writer:
             status = file.path.stat()
             if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
                 raise ModelFileError(f"{file.path}: changed while it was being split; run the split again")
-        pipeline = _described(plan, hashes, self.model, self.facts)
+        is_unread = bool(origins_of(self.model))
+        pipeline = _described(plan, hashes, self.model, self.facts, is_unread=is_unread)
         (self.out_dir / PIPELINE_NAME).unlink(missing_ok=True)
         for artifact, sha256 in zip(plan.artifacts, hashes, strict=True):
             path = _partial(self.out_dir / artifact.file).replace(self.out_dir / artifact.file)
-            remember_sha256(path, path.stat(), sha256)
+            if artifact.layers is None or not is_unread:
+                remember_sha256(path, path.stat(), sha256)
         current = {artifact.file for artifact in plan.artifacts}
         for path in self.out_dir.iterdir():
             if ARTIFACT_NAME.match(path.name) and path.name not in current:
@@ -329,7 +341,9 @@ class _Writer:
         return pipeline
 
 
-def _described(plan: SplitPlan, hashes: list[str], model: GgufModel, facts: ModelFacts) -> PipelineFile:
+def _described(
+    plan: SplitPlan, hashes: list[str], model: GgufModel, facts: ModelFacts, *, is_unread: bool
+) -> PipelineFile:
     tokenizer, *stages = zip(plan.artifacts, hashes, strict=True)
     return PipelineFile(
         version=PIPELINE_VERSION,
@@ -353,6 +367,7 @@ def _described(plan: SplitPlan, hashes: list[str], model: GgufModel, facts: Mode
                 end,
                 facts.row_widths[start],
                 facts.sidebands.values_into(start),
+                is_unread,
             )
             for index, (artifact, sha256) in enumerate(stages)
             for start, end in [artifact.layers or (0, 0)]
@@ -375,51 +390,3 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _put_zeros(size_bytes: int, put: Callable[[bytes | memoryview], None]) -> None:
-    zeros = bytes(min(size_bytes, CHUNK_BYTES))
-    while size_bytes > 0:
-        put(memoryview(zeros)[:size_bytes])
-        size_bytes -= len(zeros)
-
-
-def _cut_short(source: BinaryIO, tensor: Tensor) -> ModelFileError:
-    text = "split it again when nothing writes to it"
-    return ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split; {text}")
-
-
-def _put_tensor(
-    source: BinaryIO, tensor: Tensor, buffer: memoryview, put: Callable[[bytes | memoryview], None]
-) -> None:
-    done = 0
-    while done < tensor.size_bytes:
-        piece = buffer[: min(len(buffer), tensor.size_bytes - done)]
-        n_read = os.preadv(source.fileno(), [piece], tensor.offset + done)
-        if n_read == 0:
-            raise _cut_short(source, tensor)
-        put(piece[:n_read])
-        done += n_read
-
-
-def _put_reordered(
-    source: BinaryIO, tensor: Tensor, order: Sequence[int], put: Callable[[bytes | memoryview], None]
-) -> None:
-    """Copy a matrix or vector head by head, the rows of each head in another order. A row of a vector is a value."""
-    n_rows = tensor.dims[-1]
-    row_bytes = tensor.size_bytes // n_rows
-    head_bytes = len(order) * row_bytes
-    for start in range(0, tensor.size_bytes, head_bytes):
-        head = os.pread(source.fileno(), head_bytes, tensor.offset + start)
-        if len(head) != head_bytes:
-            raise _cut_short(source, tensor)
-        put(b"".join(head[row * row_bytes : (row + 1) * row_bytes] for row in order))
-
-
-def _multiplied(source: BinaryIO, tensor: Tensor, factor: float) -> bytes:
-    """Return a small F32 tensor with every value multiplied."""
-    found = os.pread(source.fileno(), tensor.size_bytes, tensor.offset)
-    if len(found) != tensor.size_bytes:
-        raise _cut_short(source, tensor)
-    layout = f"<{len(found) // 4}f"
-    return struct.pack(layout, *(value * factor for value in struct.unpack(layout, found)))

@@ -31,7 +31,8 @@ _FIELDS = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", 
          "drafted_tokens", "accepted_tokens", "plan", "grants", "batches", "imbalance", "sleep", "link", "missing",
          "idle", "layers")  # fmt: skip
 _STAGE_FIELDS = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
-                  "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "loaded_bytes",
+                  "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "fetch_trouble",
+                  "loaded_bytes",
                   "load_total_bytes", "resident_bytes", "memory_bytes", "memory_free_bytes", "lanes_used", "lanes_kept",
                   "tier", "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults",
                   "takeover_in_s", "spare", "drained", "here", "relay")  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from relayline.wire.common.errors import RelaylineError
 
-_UPSTREAM = re.compile(r"the upstream link of stage (\d+) closed")
+_UPSTREAM = re.compile(r"the upstream link of stage (\d+) closed|, which sends to stage (\d+), ")
 _WITHIN_HOST = re.compile(r"[\w.-]")
 
 
@@ -26,7 +26,8 @@ def lost_stage(error: RelaylineError, addresses: Sequence[str], stage_names: Seq
             return index
     upstream = _UPSTREAM.search(reason)
     if upstream is not None:
-        return int(upstream[1]) - 1 if int(upstream[1]) else None
+        reporter = int(upstream[1] or upstream[2])
+        return reporter - 1 if reporter else None
     return error.stage_index
 
 

@@ -59,6 +59,7 @@ def _stream(
     session, zero_ns = stream.session, record.received_ns
     end_ns = session.ended_ns or now_ns
     first_ns = session.first_token_ns
+    token_ns = 0 if session.is_embedding else first_ns
     return {
         "id": stream.request_id,
         "session_id": session_text(session.session_id),
@@ -73,8 +74,8 @@ def _stream(
         "admitted_at_ms": _ms(session.admitted_ns - zero_ns),
         "queue_ms": _ms((session.started_ns or end_ns) - session.admitted_ns),
         "prefill_ms": _ms((first_ns or end_ns) - session.started_ns) if session.started_ns else None,
-        "decode_ms": _ms((session.last_token_ns if session.ended_ns else now_ns) - first_ns) if first_ns else None,
-        "ttft_ms": _ms(max(0, first_ns - stream.opened_ns)) if first_ns else None,
+        "decode_ms": _ms((session.last_token_ns if session.ended_ns else now_ns) - token_ns) if token_ns else None,
+        "ttft_ms": _ms(max(0, token_ns - stream.opened_ns)) if token_ns else None,
         "itl_ms": _gaps(session),
         "chunks": [
             {

@@ -216,8 +216,8 @@ class Tracing:
         )
         if self.telemetry.records(Level.BATCHES):
             self._chunks(record, session)
+        _link_passes(span, session.trace.prefill_passes)
         if session.trace.decode_span is not None:
-            _link_passes(span, session.trace.prefill_passes)
             span.end(end_ns + record.unix_offset_ns)
 
     def _chunks(self, record: RequestRecord, session: SessionRecord) -> None:
@@ -342,10 +342,12 @@ def _identity(record: RequestRecord, session: SessionRecord) -> dict[str, Attrib
 def _session_attributes(session: SessionRecord) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {
         names.ATTR_PROMPT_TOKENS: session.n_prompt,
-        names.ATTR_GENERATED_TOKENS: session.n_tokens,
         names.ATTR_QUEUE: (session.started_ns - session.admitted_ns) / S,
         names.ATTR_RECOVERIES: sum(event.name == names.EVENT_RESUMED for event in session.events),
     }
+    if session.is_embedding:
+        return found
+    found[names.ATTR_GENERATED_TOKENS] = session.n_tokens
     if session.guesses.n_sent:
         found[names.ATTR_DRAFTED] = session.guesses.n_sent
         found[names.ATTR_ACCEPTED] = session.guesses.n_accepted
@@ -406,7 +408,8 @@ def _say_failure(span: Span, session: SessionRecord, record: RequestRecord) -> N
     origin = session.origin
     reason = (origin.finish_reason if origin is not None else "") or session.finish_reason
     error = "" if reason else session.error or CANCELLED
-    span.set_attribute(names.ATTR_FINISH_REASON, reason or ("error" if session.error else "abort"))
+    if error or not session.is_embedding:
+        span.set_attribute(names.ATTR_FINISH_REASON, reason or ("error" if session.error else "abort"))
     cause = CANCELLED_TEXT if error == CANCELLED else error
     if error:
         _fail(span, error, session.error_text or record.error_text or cause, session.ended_ns + record.unix_offset_ns)

@@ -26,7 +26,13 @@ NO_DELAY = Link(0, 1e12)
 
 def advice(instance: Instance, best: Best) -> tuple[str, ...]:
     """Return what to say about a plan besides its figures."""
-    return (*_alone(instance, best), *_pair(instance, best), *_links(instance, best), *_room(instance))
+    alone = _best_alone(instance)
+    return (
+        *_alone(instance, best, alone),
+        *_pair(instance, best, 0.0 if alone is None else alone[0]),
+        *_links(instance, best),
+        *_room(instance),
+    )
 
 
 def rate_text(rate: float) -> str:
@@ -50,18 +56,23 @@ def _of(instance: Instance, hosts: Sequence[Host], n_streams: int) -> Instance:
     return dataclasses.replace(instance, hosts=tuple(chosen), load=load)
 
 
-def _alone(instance: Instance, best: Best) -> Iterator[str]:
-    """Tell of the best machine that can hold the whole model."""
+def _best_alone(instance: Instance) -> tuple[float, Host] | None:
+    """Return the best machine that can hold the whole model, and its rate; None where there is none, or one host."""
     if len(instance.hosts) < 2:
-        return
+        return None
     found = []
     for host in _single_hosts(instance):
         alone = best_split(_of(instance, [host], instance.load.streams))
         if alone is not None:
             found.append((alone.rate, host))
-    if not found:
+    return max(found, key=lambda pair: pair[0], default=None)
+
+
+def _alone(instance: Instance, best: Best, alone: tuple[float, Host] | None) -> Iterator[str]:
+    """Tell of the best machine that can hold the whole model."""
+    if alone is None:
         return
-    rate, host = max(found, key=lambda pair: pair[0])
+    rate, host = alone
     holds = "holds" if host.machine.memory_bytes or host.memory_bytes else "holds, if it has the memory,"
     if rate >= best.rate:
         yield (
@@ -79,8 +90,8 @@ def _together(n_hosts: int) -> str:
     return "both hosts together" if n_hosts == 2 else f"all {n_hosts} hosts together"
 
 
-def _pair(instance: Instance, best: Best) -> Iterator[str]:
-    """Tell of two pipelines on the same hosts, where they make clearly more together."""
+def _pair(instance: Instance, best: Best, alone_rate: float) -> Iterator[str]:
+    """Tell of two pipelines on the same hosts, where they make clearly more than the plan, and than one host alone."""
     hosts = instance.hosts
     single = len(_single_hosts(instance)) == len(hosts)
     if not single or not 2 <= len(hosts) <= PAIR_HOSTS_MAX or instance.load.streams < 2:
@@ -99,7 +110,7 @@ def _pair(instance: Instance, best: Best) -> Iterator[str]:
     if not found:
         return
     rate, left, right = max(found, key=lambda each: each[0])
-    if rate >= PAIR_GAIN * best.rate:
+    if rate >= PAIR_GAIN * max(best.rate, alone_rate):
         names = [", ".join(hosts[at].name for at in part) for part in (left, right)]
         yield (
             f"two pipelines side by side, one on {names[0]} and one on {names[1]}, would make {rate_text(rate)} "

@@ -31,6 +31,7 @@ COORDINATOR_TOKEN_NS = 200_000
 # without gaps, so both limits at once cost up to 9 %.
 CROWD_SHARPNESS = 8
 Grouping = tuple[int, int]  # flights, rows of one
+Edges = tuple[tuple[int, int], ...]  # of each stage its layers [start, end)
 
 
 class Costs:

@@ -17,8 +17,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from relayline.coordinator.planner.costs import Edges
 from relayline.coordinator.planner.running_plan import cut_by_speed
-from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.texts import layer_ranges
 

@@ -22,6 +22,17 @@ TOKEN_BYTES = 4  # of a token id, to stage 0 and back from the last stage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Before:
+    """Bytes of the placeholders that a stage has before its own layers: in the host's memory, and not computed."""
+
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    """Per token with an f16 cache."""
+    state_bytes: int = 0
+    """Per lane."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a model. Per-layer tuples have one item per layer."""
 
@@ -60,6 +71,8 @@ class ModelShape:
     """Of the layers on average; 0.0 if unknown."""
     ctx_train: int = 0
     """Tokens of the longest context that it was trained for; 0: not known."""
+    before: Callable[[int, int], Before] = lambda _start, _end: Before()
+    """What a stage with the layers from start to end (not included) holds in place of earlier layers."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
     """Whether the layers from start to end (not included) may be one stage."""
 

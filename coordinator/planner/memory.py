@@ -115,10 +115,11 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int, offload: O
     is_last = end == model.n_layers
     head = model.head_bytes if is_last else 0
     weights = sum(model.layer_bytes[start:end]) + head + (model.embedding_bytes if start == 0 else 0)
-    weights += sum(load.adapter_bytes[start:end])
+    weights += sum(load.adapter_bytes[start:end]) + model.before(start, end).weights_bytes
     predicting = _prediction_bytes(model, load) if is_last else (0, 0)
     weights += predicting[0]
     kept = predicting[1] + _cells_bytes(model, load, start, end) + states_bytes(model, load, start, end)
+    kept += _cells_before(model, load, start, end)
     compute, prefixes = compute_bytes(model, load, is_last=is_last), load.prefix_memory_bytes
     if offload is None:
         return StageMemory(weights, kept, compute, prefix_bytes=prefixes)
@@ -163,6 +164,11 @@ def _cells_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
     return int(n_bytes * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"])
 
 
+def _cells_before(model: ModelShape, load: Load, start: int, end: int) -> int:
+    n_bytes = model.before(start, end).kv_bytes * kv_cells(load)
+    return int(n_bytes * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"])
+
+
 def _windowed_kv_bytes(model: ModelShape, start: int, end: int) -> int:
     """Return the bytes of a token in the layers with a sliding window, with an f16 cache."""
     flags = model.windows[start:end]
@@ -175,19 +181,28 @@ def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
     Of a lane there may be several, to take guessed rows back. Where only the cells of windows are kept, checkpoints
     hold these.
     """
-    one = sum(model.state_bytes[start:end])
+    one = sum(model.state_bytes[start:end]) + model.before(start, end).state_bytes
     if window_kv_cells(model, load) < kv_cells(load):
         window_bytes = _windowed_kv_bytes(model, start, end) * model.window_tokens
         one += int(window_bytes * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"])
     checkpoints = one * load.n_lanes * CHECKPOINTS_PER_LANE_MAX
-    return _lanes_states_bytes(model, load, start, end) + min(checkpoints, CHECKPOINT_BYTES_MAX)
+    kept = _lanes_states_bytes(model, load, start, end) + _states_before(model, load, start, end)
+    return kept + min(checkpoints, CHECKPOINT_BYTES_MAX)
 
 
 def _lanes_states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
     """Return llama.cpp's allocation for states: where their layers are. Checkpoints stay in the host's memory."""
+    return sum(model.state_bytes[start:end]) * _n_states(model, load)
+
+
+def _states_before(model: ModelShape, load: Load, start: int, end: int) -> int:
+    return model.before(start, end).state_bytes * _n_states(model, load)
+
+
+def _n_states(model: ModelShape, load: Load) -> int:
+    """Return how many states each layer has for all lanes."""
     n_spare = 0 if load.kv_layout == "per-lane" else 1
-    n_states = 1 + (load.rewind_rows if model.rewinds_states else 0)
-    return sum(model.state_bytes[start:end]) * n_states * (load.n_lanes + n_spare)
+    return (1 + (load.rewind_rows if model.rewinds_states else 0)) * (load.n_lanes + n_spare)
 
 
 def usual_lanes(state_bytes: Sequence[int], n_usual: int) -> int:

@@ -5,19 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from relayline.coordinator.planner.costs import (
-    COORDINATOR_FLIGHT_NS,
-    COORDINATOR_TOKEN_NS,
-    Costs,
-    Cycle,
-    crowd_ns,
-    devices_ns,
-)
+from relayline.coordinator.planner.costs import Costs, Cycle, Edges, crowd_ns, devices_ns
 from relayline.coordinator.planner.instance import Instance, Machine
 from relayline.coordinator.planner.memory import Pool, StageMemory, pool_usable_bytes, pools_of, usable_bytes
-from relayline.coordinator.planner.search import Edges, Room
+from relayline.coordinator.planner.rates import SplitRates
+from relayline.coordinator.planner.search import Room
 from relayline.coordinator.schedule.groups import GroupPlanner
-from relayline.coordinator.schedule.overhead import RoundTrip
 
 ROWS_SHOWN = (1, 8, 32)
 STREAMS_SHOWN = (1, 8, 32)
@@ -78,18 +71,14 @@ class Prediction:
 def predict(instance: Instance, edges: Edges) -> Prediction:
     """Predict everything that a plan shows."""
     costs = Costs(instance)
-    planner = GroupPlanner([costs.stage_cost(stage, *edge) for stage, edge in enumerate(edges)])
-    one_row = instance.link_bytes(1, edges)
-    overhead = COORDINATOR_FLIGHT_NS + COORDINATOR_TOKEN_NS
-    overhead += sum(link.one_way_ns(size) for link, size in zip(instance.links, one_row, strict=True))
-    planner.round_trip = RoundTrip(float(overhead))
+    rates = SplitRates(costs, edges)
     counts = sorted({n for n in STREAMS_SHOWN if n <= instance.load.n_lanes} | {instance.load.streams})
     return Prediction(
         stages=tuple(_stage(costs, edges, stage) for stage in range(len(edges))),
-        rates=tuple(_rate(costs, edges, planner, n_streams) for n_streams in counts),
-        ttft_ns=_ttft_ns(costs, edges, planner, overhead),
-        link_bytes_per_token=one_row,
-        overhead_ns=overhead,
+        rates=tuple(_rate(costs, edges, rates, n_streams) for n_streams in counts),
+        ttft_ns=_ttft_ns(costs, edges, rates.planner, rates.overhead_ns),
+        link_bytes_per_token=rates.link_bytes,
+        overhead_ns=rates.overhead_ns,
     )
 
 
@@ -127,12 +116,9 @@ def _limit_bytes(room: Room, edges: Edges, stage: int, pool: Pool) -> int | None
     return usable - sum(room.need_of(pool, at, *edges[at]) for at in others)
 
 
-def _rate(costs: Costs, edges: Edges, planner: GroupPlanner, n_streams: int) -> RatePlan:
-    """Predict with the groups that the running coordinator would choose."""
-    plan = planner.plan(n_streams, n_prompts=0)
-    cycle = Cycle(costs, n_streams, (plan.n_groups, plan.group_rows))
-    rate = cycle.of_split(edges) * 1e9
-    return RatePlan(n_streams, rate, plan.n_groups, plan.group_rows, _limit(costs, edges, cycle))
+def _rate(costs: Costs, edges: Edges, rates: SplitRates, n_streams: int) -> RatePlan:
+    limit = _limit(costs, edges, rates.cycle(n_streams))
+    return RatePlan(n_streams, rates.rate(n_streams) * 1e9, *rates.grouping(n_streams), limit)
 
 
 def _limit(costs: Costs, edges: Edges, cycle: Cycle) -> str:

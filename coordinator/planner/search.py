@@ -1,7 +1,8 @@
 """Exact search for the split with the best predicted rate. Pure.
 
 The best split makes the most tokens per second with `Load.streams` running streams, under the best grouping of them.
-Among equal rates the search takes the least sum of the stages' squared work, which is fast and even.
+Among equal rates the search takes the least sum of the stages' squared work, which is fast and even. Plans show another
+rate of the split that it finds: with the groups that the coordinator would choose (see rates).
 
 For a given grouping the rate falls with three numbers: the work of the busiest device, the work of the busiest cores,
 and the time of a flight's way. Labels of these three find the best split (see frontier). A label also holds the work of
@@ -16,7 +17,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.model.cuts import ranges
-from relayline.coordinator.planner.costs import Costs, Cycle, best_rate, candidates, crowd_ns
+from relayline.coordinator.planner.costs import Costs, Cycle, Edges, best_rate, candidates, crowd_ns
 from relayline.coordinator.planner.frontier import Effort, Label, TooLargeError, frontier
 from relayline.coordinator.planner.instance import Instance, Machine, Offload
 from relayline.coordinator.planner.memory import (
@@ -27,8 +28,8 @@ from relayline.coordinator.planner.memory import (
     stage_memory,
     usable_bytes,
 )
+from relayline.coordinator.planner.rates import SplitRates
 
-Edges = tuple[tuple[int, int], ...]
 BEAM_WIDTH = 3  # labels that a first, quick search keeps
 WIDE_BEAM = 24  # where an exact search would take too long
 BEAM_CYCLES = 12  # groupings, those with the best bounds, that it looks at
@@ -127,11 +128,13 @@ def _index_of(machine: Machine, machines: Sequence[Machine]) -> int | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Best:
-    """The best split and the rate it reaches."""
+    """The best split and its rate."""
 
     edges: Edges
     rate: float
-    """Tokens per nanosecond with the best grouping."""
+    """Tokens per nanosecond with the groups that the coordinator would choose, as every plan shows it."""
+    reachable: float
+    """With the best grouping: the search looks for the split where this is highest."""
     is_exact: bool = True
     """False only where an exact search would have taken too long, see COMPARISONS_MAX."""
 
@@ -157,7 +160,8 @@ def best_split(instance: Instance) -> Best | None:
     except TooLargeError:
         found = _search(bounded[:BEAM_CYCLES], room, found, WIDE_BEAM, None)
         edges, is_exact = ranges(costs.n_layers, found.cuts), False
-    return Best(edges, best_rate(costs, edges, n_streams), is_exact)
+    rate = SplitRates(costs, edges).rate(n_streams)
+    return Best(edges, rate, best_rate(costs, edges, n_streams), is_exact)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

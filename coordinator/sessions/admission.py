@@ -23,6 +23,7 @@ from relayline.coordinator.sessions.session import Session
 from relayline.coordinator.sessions.tenants import ANYONE as ANYONE
 from relayline.coordinator.sessions.tenants import Tenant as Tenant
 from relayline.wire.common.errors import ContextLengthError, OverloadedError
+from relayline.wire.common.texts import counted, plural
 
 LANE_TRY_S = 0.5  # less than the time for which stages keep a lane for a coordinator that was refused it
 LANE_TRIES_MAX = 1_200  # of one session; then its request is refused as stages refuse it
@@ -68,10 +69,12 @@ class Admission:
         if may_run or not (is_own_full or is_full):
             return
         after_s = wait_s()
-        text = f"all {self.n_lanes} lanes are taken and {n_all} requests already wait"
+        lanes = plural(self.n_lanes, "the one lane is", f"all {self.n_lanes} lanes are")
+        text = f"{lanes} taken and {counted(n_all, 'request already waits', 'requests already wait')}"
         if is_own_full:
             n_running = line.n_running_of(tenant)
-            text = f"{n_running} requests of this API key run, and {n_own} wait, as many as may"
+            runs = plural(n_running, "request of this API key runs", "requests of this API key run")
+            text = f"{n_running} {runs}, and {counted(n_own, 'waits', 'wait')}, as many as may"
         raise OverloadedError(f"{text}; try again in about {after_s} s", after_s)
 
     def _run(self, session: Session) -> None:

@@ -21,6 +21,7 @@ from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelFileError
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.model_files.model_check import check_header
+from relayline.wire.model_files.rank_head import LABELS_KEY
 
 _NO_DEVICES = (ctypes.c_void_p * 1)(None)
 _VOCAB_TYPE_NONE = 0  # LLAMA_VOCAB_TYPE_NONE: `tokenizer.ggml.model` is "none"
@@ -53,6 +54,15 @@ class FillIn(NamedTuple):
     middle: int
     repository: int | None = None  # before the name of a project
     file: int | None = None  # before the name of a file of it
+
+
+class Pairing(NamedTuple):
+    """How a query and a document become one prompt, as the file of a reranker says."""
+
+    template: str | None  # text with {query} and {document}; None: tokens stand around them
+    before: list[int]  # the query
+    between: list[int]
+    after: list[int]  # the document
 
 
 class _LogSink:
@@ -107,6 +117,8 @@ class Tokenizer:
         self.chat_template = self._template(model, None)
         # For chats with tools, where the file has a separate template for these (Hermes 2, Command R).
         self.tool_template = self._template(model, b"tool_use")
+        self.n_labels = _whole_or_none(_meta_text(model, LABELS_KEY.encode())) or 0  # of a reranker's head; 0: none
+        self.pairing = _pairing(vocab, self._template(model, b"rerank"))
         self._pieces: dict[tuple[int, bool], bytes] = {}  # bounded by two entries per token of the vocabulary
 
     @classmethod
@@ -322,6 +334,19 @@ def _fill_in(vocab: Any) -> FillIn | None:
     repository = _token_or_none(llama_cpp.llama_vocab_fim_rep(vocab))
     file = _token_or_none(llama_cpp.llama_vocab_fim_sep(vocab))
     return FillIn(prefix, suffix, middle, repository, file)
+
+
+def _pairing(vocab: Any, template: str | None) -> Pairing:
+    """Return what llama-server's format_prompt_rerank puts around two texts."""
+    bos, eos, sep = (
+        _token_or_none(find(vocab))
+        for find in (llama_cpp.llama_vocab_bos, llama_cpp.llama_vocab_eos, llama_cpp.llama_vocab_sep)
+    )
+    end = eos if eos is not None else sep
+    ends = [end] if end is not None and llama_cpp.llama_vocab_get_add_eos(vocab) else []
+    begins = [bos] if bos is not None and llama_cpp.llama_vocab_get_add_bos(vocab) else []
+    parts = [sep] if sep is not None and llama_cpp.llama_vocab_get_add_sep(vocab) else []
+    return Pairing(template, begins, [*ends, *parts], ends)
 
 
 def _whole_or_none(text: str) -> int | None:

@@ -22,6 +22,7 @@ from relayline.wire.common.errors import ProtocolError, StageLostError
 from relayline.wire.links import role_tokens
 from relayline.wire.links.security import LinkSecurity
 
+ASKED_MAX = 15  # for the status of stages, which takes two seconds at most
 PIPELINE_END_TIMEOUT_S = 2.0  # of the last closes, which a dead stage never takes
 
 OnLine = Callable[[str, str], None]
@@ -130,7 +131,7 @@ async def _drive(
         for batch in batches:
             running = (_run_script(pipeline, script, n_tokens, file.n_vocab, on_token) for script in batch)
             runs += await _unless(serving, _all(running))
-        return SplitRuns(tuple(runs), _sessions_per_step_max(await pipeline.describe()))
+        return SplitRuns(tuple(runs), await _sessions_per_step_max(pipeline))
     finally:
         stopping.set()
         await asyncio.wait({serving}, timeout=PIPELINE_END_TIMEOUT_S)
@@ -163,11 +164,14 @@ async def _run_script(
     return Run(script, tuple(tokens), logits)
 
 
-def _sessions_per_step_max(described: dict[str, Any]) -> int:
-    return min(
-        max((int(n_sessions) for n_sessions in stage.get("steps_by_sessions", {})), default=0)
-        for stage in described["stages"]
-    )
+async def _sessions_per_step_max(pipeline: Pipeline) -> int:
+    """Ask again for a stage that was too busy to answer; 0 if it never does."""
+    for _ in range(ASKED_MAX):
+        described: dict[str, Any] = await pipeline.describe()
+        counts = [stage.get("steps_by_sessions", {}) for stage in described["stages"]]
+        if all(counts):
+            return min(max(map(int, sizes)) for sizes in counts)
+    return 0
 
 
 async def _all(works: Any) -> list[Run]:

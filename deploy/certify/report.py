@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from relayline.deploy.certify.compare import Comparison, Disagreement
 from relayline.deploy.certify.run import CutResult, Report
+from relayline.deploy.tables import console_of_stdout, fitted
 
 
 def as_json(report: Report) -> str:
@@ -83,19 +83,19 @@ _COMPARED = (
 )
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Report) -> None:
     """Print a line about the model, one row per pipeline, the noise, and the verdict."""
+    console = console_of_stdout()
     config, facts, noise = report.config, report.facts, report.noise
     held = f"{config.wire} wire, {config.engine.layout_used} KV cells, {noise.again.n_rows} rows per cut"
     what = f"{facts.architecture}, {facts.n_layers} layers, {held}"
     _say(console, f"{config.model}: {what}; differences in standard deviations of its logits ({noise.deviation:.3g})")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("cut", "alone", "largest difference", "in logits", "mean KL", "same top token", ""):
-        table.add_column(heading, justify="right")
+    rows = []
     for result in report.results:
         mark = "[green]pass[/]" if result.problem is None else "[bold red]FAIL[/]"
-        table.add_row(_listed(result), *_cells(result), mark)
-    console.print(table)
+        rows.append([_listed(result), *_cells(result), mark])
+    columns = ("cut", "alone", "largest difference", "in logits", "mean KL", "same top token", "")
+    console.print(fitted(console.width, columns, rows, left_out=("in logits", "mean KL", "same top token")))
     for result in report.results:
         if result.every is not None and result.every.first is not None:
             _say(console, f"cut {_listed(result)}: first disagreement: {_text_of(result.every.first)}")

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
+from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import ModelFacts, check_support, inspect_whole
+from relayline.coordinator.model.origin import check_has_bytes
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.certify.compare import Comparison, Noise, Tolerance, compare, tolerance_for, verdict
 from relayline.deploy.certify.pipeline import OnLine, SplitConfig, SplitRuns, run_split
@@ -29,6 +31,7 @@ from relayline.deploy.certify.workload import N_LANES, context_needed, draw_batc
 from relayline.deploy.launch.local import threads_per_stage
 from relayline.wire.common.errors import CutError, RelaylineError, UsageError
 from relayline.wire.common.kv_layout import layout_refusal
+from relayline.wire.common.texts import counted
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.settings.setting import arguments
 from relayline.wire.settings.table import EngineSettings
@@ -120,7 +123,7 @@ def plan_cuts(facts: ModelFacts, cuts: tuple[int, ...] | None, n_stages: int | N
         check_cuts(facts, cuts)
         return (cuts,)
     if not facts.legal_cuts:
-        raise CutError(f"{facts.path}: a model of {facts.n_layers} layers has no legal cut to certify")
+        raise CutError(f"{facts.path}: a model of {counted(facts.n_layers, 'layer')} has no legal cut to certify")
     return tuple(_smallest_plan(facts, cut) for cut in facts.legal_cuts)
 
 
@@ -136,6 +139,7 @@ def _smallest_plan(facts: ModelFacts, cut: int) -> tuple[int, ...]:
 def check_model(path: Path, *, experimental: bool) -> ModelFacts:
     """Read a model's facts. Raises ModelFileError or UnsupportedArchitectureError, as `split` does."""
     facts = inspect_whole(path)
+    check_has_bytes(open_model(path))
     check_support(facts, experimental=experimental)
     return facts
 

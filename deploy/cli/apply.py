@@ -76,8 +76,8 @@ def applied(to_start: Launch, directory: StateDir, *, is_dry: bool, as_json: boo
         why = differs.refusal or f"{found.restart_fields} cannot change while it serves"
         or_so = ", or" if differs.refusal else ";"
         raise StartError(
-            f"{name} runs, and nothing was changed: {why}{or_so} `relayline down {name}`, then `up` again, or start "
-            "another one with --name"
+            f"{name} runs, and nothing was changed: {why}{or_so} `relayline restart {name}` starts it again with its "
+            f"manifest (for other flags: `relayline down {name}`, then `up`), or start another one with --name"
         )
     if differs.added:
         _take_on(launched, found.running, differs, url, key, as_json=as_json)
@@ -125,8 +125,6 @@ def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bo
 
 
 def _show_plan(to_start: Launch, *, as_json: bool) -> None:
-    from rich.console import Console
-
     from relayline.deploy.cli.plan import make_plan
     from relayline.deploy.launch.stage_checks import check_stage_devices
     from relayline.deploy.planning import report
@@ -137,4 +135,4 @@ def _show_plan(to_start: Launch, *, as_json: bool) -> None:
         click.echo(json.dumps({"event": "plan", **report.as_json(plan)}))
     else:
         click.echo(f"{to_start.manifest.name} does not run; it would start like this:")
-        report.show(plan, Console())
+        report.show(plan)

@@ -23,7 +23,7 @@ from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.process_id import send_signal
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import MORE_SIGNAL
-from relayline.deploy.launch.tell import line_of
+from relayline.deploy.launch.tell import lines_for_hosts
 from relayline.deploy.machine.ports import LOCALHOST
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway, write_gateway
@@ -210,18 +210,9 @@ def _tell_serving(directory: StateDir, names: Collection[str], pids: dict[str, i
 def _tell_lines(plan: GatewayPlan, name: str, shown: set[str], *, as_json: bool) -> None:
     """Print, once, the commands for other hosts of a pipeline that starts; nothing for one elsewhere."""
     state = plan.started.state_of(name).load()
-    for record in state.processes if state is not None and not state.phase.has_ended else ():
-        if record.command and record.state is HostState.WAITING and record.command not in shown:
-            shown.add(record.command)
-            event = {
-                "event": "remote",
-                "name": record.name,
-                "host": record.host,
-                "command": record.command,
-                "bring": "",
-                "again": record.has_joined,
-            }
-            click.echo(line_of(event, as_json=as_json))
+    if state is not None and not state.phase.has_ended:
+        for line in lines_for_hosts(state.processes, shown, as_json=as_json):
+            click.echo(line)
 
 
 def _show(name: str, differs: GatewayDifference, *, is_dry: bool, as_json: bool) -> None:

@@ -26,6 +26,7 @@ from relayline.deploy.cli.options import OUTPUT, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, FileToWrite
 from relayline.deploy.cli.terminal import can_move
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
+from relayline.wire.common.texts import counted
 
 if TYPE_CHECKING:
     from relayline.coordinator.batches.asking import Progress
@@ -90,9 +91,9 @@ def batch_command(requests: Path, output: Path, url: str, api_key: str, **given:
     _check_files(requests, output, errors)
     if given["api_key_file"] is not None:
         api_key = _key_of(given["api_key_file"])
-    known = check_input(requests, lambda n_lines: _say(f"checking {requests}: {n_lines:,} lines"))
+    known = check_input(requests, lambda n_lines: _say(f"checking {requests}: {counted(n_lines, 'line')}"))
     if given["check"]:
-        click.echo(f"{requests} has {len(known.is_done):,} requests and no mistake")
+        click.echo(f"{requests} has {counted(len(known.is_done), 'request')} and no mistake")
         return 0
     given |= {"headers": key_headers(api_key), "url": base_url(url)}
     try:
@@ -172,7 +173,7 @@ async def _ask(
             raise unanswered(url, error) from error
         n_streams = given["streams"] or usual
         asking = Asking(session, url, terms, answers=answers, errors=errors, model=given["model"])
-        counts = f"{n_left:,} of {len(known.is_done):,} requests"
+        counts = f"{n_left:,} of {counted(len(known.is_done), 'request')}"
         _say(f"{url}: {counts}, {min(n_streams, n_left):,} at a time", is_last=True)
         shown = asyncio.create_task(_show(asking.progress, n_left))
         try:
@@ -207,7 +208,7 @@ def progress_line(progress: Progress, n_left: int, now_s: float) -> str:
 def _speed(progress: Progress, now_s: float) -> str:
     took_s = now_s - progress.began_s
     n_done = progress.n_answered + progress.n_failed
-    return f"{n_done:,} requests and {progress.n_tokens:,} tokens in {_duration(took_s)}, " + (
+    return f"{counted(n_done, 'request')} and {counted(progress.n_tokens, 'token')} in {_duration(took_s)}, " + (
         f"{progress.n_tokens / max(took_s, 1e-9):,.1f} tok/s"
     )
 

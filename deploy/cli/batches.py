@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from relayline.wire.common.texts import counted
+
 
 def batches_line(batches: dict[str, int]) -> str:
     """Return how far the batches are that a coordinator keeps; empty where none run or wait. Pure."""
@@ -10,6 +12,6 @@ def batches_line(batches: dict[str, int]) -> str:
     n_done, n_failed = batches["requests_done"], batches["requests_failed"]
     failed = f", {n_failed:,} of them failed" if n_failed else ""
     return (
-        f"batches: {batches['running']} running, {batches['waiting']} waiting, {n_done:,} requests done{failed}, "
-        f"{batches['requests_waiting']:,} to do"
+        f"batches: {batches['running']} running, {batches['waiting']} waiting, "
+        f"{counted(n_done, 'request')} done{failed}, {batches['requests_waiting']:,} to do"
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import click
-from rich.console import Console
 from rich.table import Table
 
 from relayline.deploy.cli import load
@@ -27,6 +26,7 @@ from relayline.deploy.cli.console_http import (
     unanswered,
 )
 from relayline.deploy.cli.options import FloatRange, IntRange, Line, Name, is_given
+from relayline.deploy.tables import console_of_stdout, fitted
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
 
@@ -40,6 +40,10 @@ PATIENT_MS = 5_000.0  # people wait for a first token
 NOISE_SHARE = 0.9  # of a figure's size; less of it is a loss, and not chance
 STALL_RATIO = 10.0  # of a slow gap between tokens to the usual one
 STALL_MS = 100.0  # shorter gaps nobody sees
+TTFT = ("TTFT ms p50", "TTFT ms p95")  # time to the first token
+ITL = ("ITL ms mean", "ITL ms p50", "ITL ms p95", "ITL ms p99")  # between tokens
+COLUMNS = ("streams", "tok/s", "decode tok/s", *TTFT, *ITL, "answered")
+LEFT_OUT = ("ITL ms p50", "ITL ms p95", "tok/s", "TTFT ms p50", "ITL ms p99")  # on narrow terminals, in this order
 
 
 def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
@@ -124,8 +128,8 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
         for name, summary in summaries:
             click.echo(json.dumps(load.json_ready({"load": name} | dataclasses.asdict(summary))))
     else:
-        console = Console()
-        console.print(_table(summaries))
+        console = console_of_stdout()
+        console.print(bench_table(summaries, console.width))
         console.print(verdict(summaries), soft_wrap=True, highlight=False)
     failed = next(
         (summary.error or "an answer was too short" for _, summary in summaries if not _is_whole(summary)), ""
@@ -138,29 +142,34 @@ def verdict(summaries: list[tuple[str, load.Summary]]) -> str:
     """Return a sentence that says whether the figures give cause to worry. Pure."""
     failed = [name for name, summary in summaries if not _is_whole(summary)]
     if failed:
-        return f"worry: not every request was answered in full with {', '.join(failed)} streams."
+        return f"worry: not every request was answered in full with {_streams(', '.join(failed))}."
     slow = [name for name, summary in summaries if summary.itl_ms["mean"] > READING_MS]
     if slow:
         return (
-            f"with {slow[0]} streams a token takes more than {READING_MS:.0f} ms, which is slower than people read; "
+            f"with {_streams(slow[0])} a token takes more than {READING_MS:.0f} ms, which is slower than people read; "
             "run fewer streams, a smaller quantisation, or more machines."
         )
     stalls = [name for name, summary in summaries if _is_uneven(summary.itl_ms)]
     if stalls:
         return (
-            f"with {stalls[0]} streams one token in a hundred takes {STALL_RATIO:.0f} times as long as usual: "
+            f"with {_streams(stalls[0])} one token in a hundred takes {STALL_RATIO:.0f} times as long as usual: "
             "look for a busy machine with `relayline top`, or lower --itl-stretch."
         )
     late = [(name, summary.ttft_ms["p95"]) for name, summary in summaries if summary.ttft_ms["p95"] > PATIENT_MS]
     if late:
         return (
-            f"with {late[0][0]} streams one first token in twenty takes more than {late[0][1] / 1e3:.1f} s: prompts "
+            f"with {_streams(late[0][0])} one first token in twenty takes more than {late[0][1] / 1e3:.1f} s: prompts "
             "come faster than they are read; try fewer streams, a lower --rate or shorter prompts."
         )
     first, last = summaries[0][1].decode_tok_s, summaries[-1][1].decode_tok_s
     if len(summaries) > 1 and last < NOISE_SHARE * first:
         return f"{summaries[-1][0]} streams together get fewer tokens a second than {summaries[0][0]}: find out why."
     return "nothing to worry about: every answer was complete, and tokens come faster than people read."
+
+
+def _streams(load_name: str) -> str:
+    """Return a load's name with its noun: "1 stream", "1, 4 streams", "2/s"."""
+    return load_name if load_name.endswith("/s") else f"{load_name} {'stream' if load_name == '1' else 'streams'}"
 
 
 def _is_whole(summary: load.Summary) -> bool:
@@ -213,31 +222,19 @@ async def _model(session: aiohttp.ClientSession, url: str) -> str:
         raise StartError(f"{url} does not answer as an OpenAI-compatible server ({error})") from error
 
 
-def _table(summaries: list[tuple[str, load.Summary]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "streams",
-        "tok/s",
-        "decode tok/s",
-        "TTFT ms p50",
-        "p95",
-        "ITL ms mean",
-        "p50",
-        "p95",
-        "p99",
-        "answered",
-    ):
-        table.add_column(heading, justify="right")
+def bench_table(summaries: list[tuple[str, load.Summary]], width: int) -> Table:
+    """Return the figures of loads as a table for a terminal of this width. Pure."""
+    rows = []
     for name, summary in summaries:
         ttft, itl = summary.ttft_ms, summary.itl_ms
-        table.add_row(
-            name,
-            f"{summary.tok_s:.1f}",
-            f"{summary.decode_tok_s:.1f}",
-            *(
-                "-" if math.isnan(value) else f"{value:.1f}"
-                for value in (ttft["p50"], ttft["p95"], itl["mean"], itl["p50"], itl["p95"], itl["p99"])
-            ),
-            f"{summary.n_complete}/{summary.n_requests}",
+        figures = (ttft["p50"], ttft["p95"], itl["mean"], itl["p50"], itl["p95"], itl["p99"])
+        rows.append(
+            [
+                name,
+                f"{summary.tok_s:.1f}",
+                f"{summary.decode_tok_s:.1f}",
+                *("-" if math.isnan(value) else f"{value:.1f}" for value in figures),
+                f"{summary.n_complete}/{summary.n_requests}",
+            ]
         )
-    return table
+    return fitted(width, COLUMNS, rows, left_out=LEFT_OUT)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from relayline.deploy.cli.interrupts import EndAtOnce
 from relayline.deploy.cli.options import slice_options, threads_option
 from relayline.deploy.cli.paths import FileToRead
+from relayline.deploy.tables import console_of_stdout, fitted
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS, PAD_SEARCH_ROWS
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings
@@ -36,11 +36,13 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
     The output names each "cliff": a step whose rows cost more than 1.3 times as much as in the next smaller one. A
     stage that starts here with the same threads, lanes, context, rows and types reuses the measurement.
     """
+    from relayline.stage.engine.artifact import open_unverified
     from relayline.stage.engine.native import EngineConfig, NativeEngine
     from relayline.stage.engine.place import place_of
     from relayline.stage.speed.calibrate import fresh_curves
     from relayline.stage.speed.device_turn import alone_on
 
+    open_unverified(artifact)
     settings = from_parameters(EngineSettings, given).resolved()
     layout, max_rows = settings.kv_layout, settings.max_rows
     config = EngineConfig(
@@ -63,7 +65,7 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
         }
         click.echo(json.dumps(found))
         return
-    console = Console()
+    console = console_of_stdout()
     _show(console, "decode rows, each in a lane of its own", curves.decode, max_rows)
     _show(console, "prefill rows of one prompt", curves.prefill, max_rows)
     console.print(f"context: a row takes {curves.context_ns / 1e3:.3f} ms longer for every 1,000 tokens before it")
@@ -94,9 +96,11 @@ def sizes_of(artifact: Path) -> dict[str, int]:
     """Return the bytes of an artifact's layers and of its head (0 where it has none), which its steps read."""
     from relayline.coordinator.model.gguf_file import open_model
     from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD
+    from relayline.stage.engine.artifact import open_artifact
 
-    model = open_model(artifact)
-    layers = sum(tensor.size_bytes for tensor in model.tensors.values() if BLOCK_NAME.match(tensor.name))
+    model, n_unread = open_model(artifact), open_artifact(artifact).n_placeholders
+    blocks = [(BLOCK_NAME.match(tensor.name), tensor.size_bytes) for tensor in model.tensors.values()]
+    layers = sum(size_bytes for block, size_bytes in blocks if block and int(block["layer"]) >= n_unread)
     is_last = model.integer("relayline.stage_index") == model.integer("relayline.stage_count") - 1
     head = model.tensors.get(HEAD) or model.tensors.get(EMBEDDING)
     return {"layer_bytes": layers, "head_bytes": head.size_bytes if is_last and head is not None else 0}
@@ -110,22 +114,24 @@ def _rows(curve: CostCurve, rows_max: int) -> list[dict[str, float]]:
 
 
 def _show(console: Console, title: str, curve: CostCurve, rows_max: int) -> None:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading in ("rows", "ms per step", "ms per row", "rows/s", "runs as"):
-        table.add_column(heading, justify="right")
-    table.add_column("ms per row, as a bar")
     lines = _rows(curve, rows_max)
     most = max((line["row_ms"] for line in lines), default=1.0)
+    rows = []
     for line in lines:
-        rows, padded = int(line["rows"]), int(line["runs_as"])
-        bar = "█" * max(1, round(BAR_COLUMNS * line["row_ms"] / most))
-        table.add_row(
-            str(rows),
-            f"{line['step_ms']:.2f}",
-            f"{line['row_ms']:.3f}",
-            f"{1e3 / line['row_ms']:.0f}",
-            f"{padded} rows" if padded != rows else "",
-            bar,
+        n_rows, padded = int(line["rows"]), int(line["runs_as"])
+        rows.append(
+            [
+                str(n_rows),
+                f"{line['step_ms']:.2f}",
+                f"{line['row_ms']:.3f}",
+                f"{1e3 / line['row_ms']:.0f}",
+                f"{padded} rows" if padded != n_rows else "",
+                "█" * max(1, round(BAR_COLUMNS * line["row_ms"] / most)),
+            ]
         )
+    bar = "ms per row, as a bar"
+    columns = ("rows", "ms per step", "ms per row", "rows/s", "runs as", bar)
+    table = fitted(console.width, columns, rows, left_out=(bar, "rows/s"), left=(bar,))
+    table.title, table.title_justify = title, "left"
     console.print(table)
     console.print()

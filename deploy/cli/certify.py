@@ -112,7 +112,7 @@ def certify_command(**given: Any) -> None:
     if given["as_json"]:
         click.echo(as_json(report))
     else:
-        print_report(report, Console())
+        print_report(report)
     if not report.passed:
         sys.exit(1)  # click's own Exit would be swallowed outside its standalone mode
 

@@ -28,7 +28,7 @@ def certs_command() -> None:
     """
 
 
-@certs_command.command("init")
+@certs_command.command("init", short_help="Make a CA and a join token.")
 @click.argument("directory", type=DIRECTORY)
 @click.option(
     "--name",
@@ -64,7 +64,7 @@ def _one_role(coordinator: bool, stage: str, monitor: bool) -> tuple[Role, str]:
     return (Role.COORDINATOR if coordinator else Role.MONITOR if monitor else Role.STAGE), stage
 
 
-@certs_command.command("issue")
+@certs_command.command("issue", short_help="Make or renew the credentials of one process.")
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host", type=Name())
 @click.option("--coordinator", is_flag=True, help="For the coordinator on HOST.")
@@ -105,7 +105,7 @@ def issue_command(
     click.echo(f"copy it to {host} and start its process with: --tls {made.directory.name}")
 
 
-@certs_command.command("invite")
+@certs_command.command("invite", short_help="Print a token with which a host gets its certificate.")
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host", type=Name())
 @click.option("--stage", type=Name("name"), required=True, help="The stage that HOST may become.")
@@ -125,7 +125,7 @@ def invite_command(directory: Path, host: str, stage: str) -> None:
     click.echo(invite(directory, stage, host).token)
 
 
-@certs_command.command("revoke")
+@certs_command.command("revoke", short_help="Shut out credentials; all others stay valid.")
 @click.argument("directory", type=DIRECTORY)
 @click.option("--coordinator", is_flag=True, help="Credentials of coordinators.")
 @click.option("--stage", type=Line("name"), default="", help="Credentials of the stage of this name.")
@@ -163,7 +163,7 @@ def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool
         click.echo("a coordinator's join token cannot be revoked: for links without TLS make a new directory with init")
 
 
-@certs_command.command("show")
+@certs_command.command("show", short_help="Show whose certificates a directory has, and until when.")
 @click.argument("directory", type=DIRECTORY)
 @click.pass_context
 def show_command(ctx: click.Context, directory: Path) -> None:

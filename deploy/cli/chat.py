@@ -78,7 +78,10 @@ class Chat:
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     def body(self, question: str) -> dict[str, Any]:
-        """Return the body of the request that asks the next question."""
+        """Return the body of the request that asks the next question. Raises UsageError for text that is not UTF-8."""
+        for what, text in (("system message", self.system), ("question", question)):
+            if any("\ud800" <= each <= "\udfff" for each in text):  # so Python keeps bytes that are none
+                raise UsageError(f"the {what} is not UTF-8; convert it, such as with iconv")
         first = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*first, *self.messages, {"role": "user", "content": question}]
         return {"messages": messages, "stream": True, "stream_options": {"include_usage": True}} | self.fields
@@ -112,7 +115,9 @@ def chat_command(question: str | None, system: str, url: str, api_key: str, **gi
     fields = {name: given[name] for name in ("model", "max_tokens", "temperature") if given[name] not in (None, "")}
     chat, server = Chat(fields, system), (url, api_key)
     if question is None and not sys.stdin.isatty():
-        question = sys.stdin.read(QUESTION_CHARS_MAX)
+        question = sys.stdin.read(QUESTION_CHARS_MAX + 1)
+        if len(question) > QUESTION_CHARS_MAX:
+            raise UsageError(f"the question is longer than {QUESTION_CHARS_MAX:,} characters; send less")
     if question is None:
         _talk(chat, server)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import re
 from collections.abc import AsyncGenerator, Callable, Collection
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,13 @@ def chosen_url(ctx: click.Context, _: click.Parameter, url: str | None) -> str:
     return found.state.url
 
 
+def shown_url(url: str) -> str:
+    """Return how people are shown the chosen address: that of a pipeline of this machine as `status` shows it."""
+    ctx = click.get_current_context(silent=True)
+    found = None if ctx is None else ctx.meta.get(_FOUND)
+    return url if found is None else str(found.state.shown_url)
+
+
 def _chosen_key(ctx: click.Context, _: click.Parameter, key: str) -> str:
     """Return the key: given, or one of the pipeline of this machine that is looked at."""
     if key or _FOUND not in ctx.meta:
@@ -104,7 +111,8 @@ def base_url(url: str) -> str:
     except ValueError:  # a port that is none
         is_usable = False
     if not is_usable:
-        raise UsageError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
+        with_scheme = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}", url)
+        raise UsageError(f"{url!r} is not a URL such as {f'http://{url}' if with_scheme else 'http://127.0.0.1:8080'}")
     return url
 
 
@@ -139,7 +147,7 @@ def refusal(url: str, status: int, found: Any) -> str:
     text = detail.get("message") if isinstance(detail, dict) else None
     if status in KEY_STATUSES:
         detail_text = f" ({text})" if text else ""
-        return f"{url} answered {status}{detail_text}; give it an API key in {KEY_VARIABLE}"
+        return f"{url} answered {status}{detail_text}; give it the right API key with --api-key or in {KEY_VARIABLE}"
     return str(text or f"{url} answered {status}")
 
 
@@ -161,8 +169,15 @@ def unanswered(url: str, error: Exception) -> StartError:
         return StartError(f"{url} does not answer: its port speaks no TLS; give http{url.removeprefix('https')}")
     return StartError(
         f"{url} does not answer ({why_silent(error)}); `relayline status` shows what runs here; if it runs elsewhere, "
-        "give its URL"
+        f"give its URL{_url_form()}"
     )
+
+
+def _url_form() -> str:
+    """Return how the running command takes a URL: most by a flag, `bench` as its argument."""
+    context = click.get_current_context(silent=True)
+    has_flag = context is not None and any("--url" in parameter.opts for parameter in context.command.params)
+    return ": --url http://HOST:8080" if has_flag else ", such as http://HOST:8080"
 
 
 def why_silent(error: Exception) -> str:
@@ -286,8 +301,3 @@ def fetch(url: str, path: str, api_key: str = "", wanted: Collection[str] = ()) 
             return await coordinator.get(path, wanted)
 
     return asyncio.run(once())
-
-
-def width_of_terminal() -> int | None:
-    """Return a width for output that goes to no terminal; None leaves it to rich."""
-    return None if os.isatty(1) else int(os.environ.get("COLUMNS") or 120)

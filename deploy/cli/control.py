@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from relayline.deploy.cli.unequal import gateway_lines, unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import joined_dir
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import counted, layer_range
 from relayline.wire.common.units import bytes_text
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _prefixes_line(facts: dict[str, int]) -> str:
         for key, place in (("memory_bytes", "in memory"), ("disk_bytes", "on disk"))
         if facts[key]
     )
-    known = f"{facts['prefixes']} stored with {facts['tokens']:,} tokens" + (f", {held}" if held else "")
+    known = f"{facts['prefixes']} stored with {counted(facts['tokens'], 'token')}" + (f", {held}" if held else "")
     return f"prefixes: {known}; {facts['restored']} restored so far"
 
 
@@ -115,6 +116,8 @@ def _joining_lines(pipeline: str, entry: dict[str, Any]) -> list[str]:
 
 
 def _head_line(facts: dict[str, Any]) -> str:
+    from relayline.deploy.launch.state import url_to_show
+
     head = f"{facts['name']}: {facts['phase']}"
     if facts["phase"] == Phase.DEAD:
         head += " (its supervisor ended unexpectedly; `relayline up` starts it again)"
@@ -122,10 +125,9 @@ def _head_line(facts: dict[str, Any]) -> str:
         head += f" for {_duration(facts['phase_s'])}"
     if facts["uptime_s"] is not None:
         head += f", up {_duration(facts['uptime_s'])}, pid {facts['pid']}"
-    # What listens on every interface has no URL to connect to, but its process's record does.
-    shown = {entry["name"]: entry["address"] for entry in facts["processes"]}.get("coordinator") or facts["url"]
     if facts["url"]:
-        head += f", {shown}/v1"
+        reached = {entry["name"]: entry["address"] for entry in facts["processes"]}.get("coordinator", "")
+        head += f", {url_to_show(facts['url'], reached)}/v1"
     return head
 
 
@@ -228,7 +230,7 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
     show_default=True,
     help="How many of the last lines.",
 )
-@click.option("--follow", is_flag=True, help="Show new lines too, until Ctrl-C.")
+@click.option("--follow", is_flag=True, help="Show new lines too, until Ctrl-C or until nobody reads them.")
 @state_dir_option
 def logs_command(name: str | None, process: str | None, n_lines: int, follow: bool, state_dir: Path | None) -> None:
     """Show the last lines that each process of a pipeline logged, running or not.
@@ -267,7 +269,20 @@ async def _show(pipeline: Launched, names: list[str], n_lines: int, *, follow: b
             for line in reader.last_lines(n_lines):
                 show(name, line)
         if follow:
-            await asyncio.gather(*(go_on(name, reader) for name, reader in readers.items()))
+            await asyncio.gather(_end_unread(), *(go_on(name, reader) for name, reader in readers.items()))
     finally:
         for reader in readers.values():
             reader.close()
+
+
+async def _end_unread() -> None:
+    """Raise BrokenPipeError once nobody can read what this process prints, as behind `| head`. It may print no more."""
+    from relayline.deploy.launch.log_files import FOLLOW_INTERVAL_S
+
+    if sys.stdout is None:  # closed by whoever started the command
+        return
+    unread = select.poll()
+    unread.register(sys.stdout, select.POLLOUT)
+    while not any(state & (select.POLLERR | select.POLLHUP) for _, state in unread.poll(0)):  # noqa: ASYNC110 - no event tells it everywhere
+        await asyncio.sleep(FOLLOW_INTERVAL_S)
+    raise BrokenPipeError

@@ -22,6 +22,7 @@ from relayline.deploy.cli.paths import FileToRead
 from relayline.wire.common import logs
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import announce, end_with_stdin
+from relayline.wire.common.texts import counted
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import ServingSettings
 
@@ -96,7 +97,7 @@ def gateway_command(**given: Any) -> None:
         async with serving_gateway(config) as served:
             announce(
                 {"event": "ready", "role": "gateway", "url": served.url, "pipelines": names},
-                f"{len(names)} pipelines: {served.url}/v1",
+                f"{counted(len(names), 'pipeline')}: {served.url}/v1",
                 as_json=given["as_json"],
             )
             await stopping.wait()

@@ -93,7 +93,7 @@ class AddressOrCode(Address):
 @log_options
 @click.option(SUPERVISED, is_flag=True, hidden=True)
 def join_command(**given: Any) -> None:
-    """Get a certificate from a coordinator, then fetch layers and compute until SIGINT.
+    """Get a certificate from a coordinator, then fetch layers and compute until SIGINT or SIGTERM.
 
     `relayline up` prints two lines for each host. `relayline join CODE`, such as 482-177-309, finds the pipeline on the
     local network; the code is good for 30 minutes. `relayline join HOST CODE` works from other networks too, and where

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from relayline.deploy.cli.options import Address, AddressList, Line, is_given, telemetry_config
+from relayline.deploy.cli.options import Address, AddressList, Line, given_settings, is_given, telemetry_config
 from relayline.deploy.cli.paths import Directory, DirectoryToRead, FileToRead, FileToWrite, PathToRead
-from relayline.deploy.launch.serving import read_manifest
+from relayline.deploy.launch.serving import ServedSplit, for_each_stage, read_manifest
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import artifacts_dir
 from relayline.wire.links.security import LinkSecurity, address_of
@@ -22,7 +22,7 @@ from relayline.wire.telemetry.config import Level, TelemetryConfig
 if TYPE_CHECKING:
     from relayline.coordinator.config import Joinable
     from relayline.coordinator.engine.membership import Place
-    from relayline.coordinator.joining.config import EnrolConfig, JoinConfig, PoolState
+    from relayline.coordinator.joining.config import EnrolConfig, JoinConfig, OpenUnread, PoolState
     from relayline.deploy.manifest import Manifest
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.config import JoinConfig as StageJoinConfig
@@ -144,12 +144,16 @@ def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
 
 
 def coordinator_join(
-    given: dict[str, Any], n_stages: int, adapters: tuple[Adapter, ...] = (), known: PoolState | None = None
+    given: dict[str, Any],
+    n_stages: int,
+    adapters: tuple[Adapter, ...] = (),
+    known: PoolState | None = None,
+    open_unread: OpenUnread | None = None,
 ) -> JoinConfig | None:
     """Return how stages join, None if their addresses are given.
 
     Raises as `check_join_flags`. `adapters`: of LoRA. `known`: the holders of layers since an earlier coordinator
-    served.
+    served. `open_unread`: reads artifacts of a model whose weights are on the hub.
     """
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage
@@ -170,7 +174,26 @@ def coordinator_join(
     ]
     relay = RelayConfig(*(given["relay_listen"] or (host, 0)))
     fixed, enrol = fixed_stages(given), _enrol(given)
-    return JoinConfig(tuple(stages), host, port, relay=relay, enrol=enrol, adapters=adapters, known=known, fixed=fixed)
+    return JoinConfig(
+        tuple(stages),
+        host,
+        port,
+        relay=relay,
+        enrol=enrol,
+        open_unread=open_unread,
+        adapters=adapters,
+        known=known,
+        fixed=fixed,
+    )
+
+
+def served_join(given: dict[str, Any], split: ServedSplit, adapters: tuple[Adapter, ...]) -> JoinConfig | None:
+    """Return how stages join a split that is served, with each one's own settings; None if their addresses are given.
+
+    Raises as `coordinator_join`.
+    """
+    join = coordinator_join(given, split.n_stages, adapters, split.known, split.open_unread)
+    return for_each_stage(join, given["manifest"], given_settings(given))
 
 
 def fixed_stages(given: dict[str, Any]) -> tuple[str, ...]:
@@ -185,11 +208,13 @@ def fixed_stages(given: dict[str, Any]) -> tuple[str, ...]:
 
 def check_join_flags(given: dict[str, Any]) -> None:
     """Raise UsageError for flags of `serve` that say nothing or too much about how stages join, for a CA that is none,
-    and for files that cannot be kept.
+    and for files and directories that cannot be kept.
     """
-    from relayline.deploy.launch.checks import check_kept_files
+    from relayline.deploy.launch.kept_places import check_kept_directories, check_kept_files
 
-    check_kept_files(("--keep-layers", given["keep_layers"]), ("--plan-file", given["plan_file"]))
+    kept = ("--keep-layers", given["keep_layers"]), ("--plan-file", given["plan_file"])
+    check_kept_files(*kept, may_be_full=given["exit_with_stdin"])
+    check_kept_directories(from_parameters(ServingSettings, given), may_be_full=given["exit_with_stdin"])
     if given["enrol_listen"] is not None and (given["join_listen"] is None or given["tls_dir"] is None):
         raise UsageError("--enrol-listen needs --join-listen and --tls DIR")
     if (given["join_listen"] is None) == (given["stages"] is None):
@@ -269,6 +294,7 @@ def member_event(place: Place) -> dict[str, Any]:
         "process": place.process_id,
         "done_bytes": place.done_bytes,
         "total_bytes": place.total_bytes,
+        "trouble": place.trouble,
     }
 
 

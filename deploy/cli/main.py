@@ -17,7 +17,6 @@ from pathlib import Path
 import click
 
 from relayline.deploy.cli.interrupts import INTERRUPTED
-from relayline.deploy.cli.other_names import explained, near_command
 from relayline.deploy.cli.terminal import can_move
 from relayline.deploy.cli.variables import variable_of
 from relayline.deploy.machine.huge_pages import restart_with_huge_pages
@@ -133,6 +132,8 @@ def nearest(name: str) -> str:
     """Return the command that was probably meant, or a model or manifest's `up`; empty for none."""
     if name.endswith((".gguf", ".yaml", ".yml")):
         return f"`relayline up {name}`"
+    from relayline.deploy.cli.other_names import near_command  # it loads the tables of settings
+
     found = near_command(name, COMMANDS)
     return f"`{found}`" if found else ""
 
@@ -143,14 +144,35 @@ def _unloaded(name: str) -> click.Command:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    parsed = ast.parse(Path(spec.origin).read_bytes())
-    found = next(node for node in parsed.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    found = _definition(Path(spec.origin).read_text(encoding="utf-8"), function)
     given = [keyword for call in found.decorator_list if isinstance(call, ast.Call) for keyword in call.keywords]
     short = next((ast.literal_eval(keyword.value) for keyword in given if keyword.arg == "short_help"), None)
     return click.Command(name, help=ast.get_docstring(found), short_help=short)
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def _definition(source: str, function: str) -> ast.FunctionDef:
+    """Parse one function of a module, which two empty lines part from the others: a whole module takes much longer."""
+    at = source.index(f"\ndef {function}(")
+    begin, end = source.rfind("\n\n\n", 0, at), source.find("\n\n\n", at)
+    (found,) = ast.parse(source[max(0, begin) : end if end > 0 else None]).body
+    assert isinstance(found, ast.FunctionDef)
+    return found
+
+
+FIRST_STEPS = """\b
+First steps:
+  relayline demo                  three stages of a bundled model, no download
+  relayline up model.gguf         one machine; then `relayline chat`
+  relayline init --hosts A,B      a manifest for several; then `relayline up`
+  relayline COMMAND --help        what a command does, and its options
+"""
+
+
+@click.group(
+    cls=_LazyGroup,
+    epilog=FIRST_STEPS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(package_name="relayline", prog_name="relayline")
 def relayline() -> None:
     """Span one large language model over several machines, with batched decode and an OpenAI-compatible API."""
@@ -172,6 +194,8 @@ def main() -> None:
         click.echo(error.format_message(), err=True)
         sys.exit(2)
     except click.UsageError as error:
+        from relayline.deploy.cli.other_names import explained
+
         is_value = isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter)
         if error.ctx is not None and not is_value:  # a wrong value takes one line, as a wrong file does
             click.echo(error.ctx.get_usage(), err=True)

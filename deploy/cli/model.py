@@ -26,7 +26,7 @@ from relayline.deploy.models.progress import progress_bar
 from relayline.deploy.models.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import counted, layer_range
 from relayline.wire.common.units import bytes_text
 from relayline.wire.settings.table import EngineSettings
 
@@ -84,6 +84,8 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "row_widths": list(facts.row_widths),
         "layer_inputs": facts.sidebands.layer_inputs,
         "hash_layers": facts.sidebands.hash_layers,
+        "block_layers": facts.sidebands.block_layers,
+        "placeholder_bytes": _placeholder_bytes(facts),
         "heads": list(facts.n_heads),
         "kv_heads": list(facts.n_kv_heads),
         "experts": facts.n_experts,
@@ -98,6 +100,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "embedding_bytes": facts.embedding_bytes,
         "head_bytes": facts.head_bytes,
         "tied_embeddings": facts.tied_embeddings,
+        "rank_labels": facts.n_labels,
         "kv_bytes_per_token": list(facts.kv_bytes_per_token),
         "kv_bytes_per_token_total": sum(facts.kv_bytes_per_token),
         "state_bytes_per_lane": list(facts.state_bytes_per_lane),
@@ -184,7 +187,21 @@ def _sidebands_of(facts: ModelFacts) -> dict[str, str]:
         lines["beside rows"] = f"{width} values for each later layer, made on stage 0"
     if n_hashed:
         lines["by token id"] = f"the experts of the first {n_hashed} layers, which are all on stage 0"
+    if facts.placeholders is not None:
+        n_layers, last = facts.sidebands.block_layers, max(_placeholder_bytes(facts))
+        state = bytes_text(max(facts.state_bytes_per_lane))
+        lines["beside rows"] = f"the input of every block of {n_layers} layers, {facts.n_embd} values each"
+        lines["placeholders"] = (
+            f"one for each earlier layer, with weights of {bytes_text(last // (facts.n_layers - 1))} and a state of "
+            f"{state} per lane, which are not computed"
+        )
     return lines
+
+
+def _placeholder_bytes(facts: ModelFacts) -> list[int]:
+    """Return the weights of the placeholders of a stage that begins with each layer, and has that one alone."""
+    made = facts.placeholders
+    return [made.size_bytes(layer, layer + 1) if made else 0 for layer in range(facts.n_layers)]
 
 
 def _predictions_of(facts: ModelFacts) -> str:
@@ -213,6 +230,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "each layer": _runs(facts.layer_bytes, bytes_text),
         "embedding": _embedding_of(facts),
         "head": bytes_text(facts.head_bytes),
+        **({"ranks": f"yes: a head of {facts.n_labels} labels scores documents"} if facts.n_labels else {}),
         "KV per token": f"{bytes_text(sum(facts.kv_bytes_per_token))} (f16); each layer "
         + _runs(facts.kv_bytes_per_token, bytes_text),
         **_windows_of(facts),
@@ -305,4 +323,4 @@ def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -
     console = Console()
     console.print(table)
     state = "already there; nothing written" if unchanged else "written"
-    console.print(_plain(f"{out_dir}: {len(pipeline.stages)} stages {state}"), soft_wrap=True)
+    console.print(_plain(f"{out_dir}: {counted(len(pipeline.stages), 'stage')} {state}"), soft_wrap=True)

@@ -11,8 +11,9 @@ import click
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
 from relayline.deploy.cli.options import Line, parse_cuts
+from relayline.deploy.launch.waiting import waits_text
 from relayline.wire.common.errors import StartError, UsageError
-from relayline.wire.common.texts import layer_ranges
+from relayline.wire.common.texts import counted, layer_ranges
 
 PATH = "/v1/pipeline/layers"
 LOOK_EVERY_S = 0.2
@@ -57,7 +58,9 @@ def moved_text(found: dict[str, Any]) -> str:
     kept = f"; {', '.join(move['keep'])} kept its layers" if move["keep"] else ""
     times = f"in {move['took_s']:.1f} s, of which requests paused {move['paused_s']:.2f} s"
     n_kept, n_again = move.get("kept_tokens", 0), move.get("replayed_tokens", 0)
-    tokens = f"; running requests kept {n_kept:,} tokens and recomputed {n_again:,}" if n_kept or n_again else ""
+    tokens = (
+        f"; running requests kept {counted(n_kept, 'token')} and recomputed {n_again:,}" if n_kept or n_again else ""
+    )
     return f"{_layers(found)}: moved {times}{kept}{tokens}"
 
 
@@ -79,12 +82,16 @@ async def followed(
     coordinator: Coordinator, found: dict[str, Any], wanted: Collection[str], *, tell: bool
 ) -> dict[str, Any]:
     """Follow a change that has begun, and return how it ended. Raises StartError, UsageError."""
-    number, shown = found["move"]["number"], ""
+    number, shown, told = found["move"]["number"], "", set()
     try:
         while (move := found["move"])["number"] == number and move["state"] in STATE_LINES:
             if tell and move["state"] != shown:
                 shown = move["state"]
                 click.echo(STATE_LINES[shown], err=True)
+            for name, fetch in move.get("fetches", {}).items() if tell else ():
+                if fetch["trouble"] and (name, fetch["trouble"]) not in told:
+                    told.add((name, fetch["trouble"]))
+                    click.echo(f"{name}: {waits_text(fetch['trouble'])}", err=True)
             await asyncio.sleep(LOOK_EVERY_S)
             found = await coordinator.get(PATH, wanted)
     except asyncio.CancelledError:  # Ctrl-C

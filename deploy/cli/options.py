@@ -168,6 +168,9 @@ threads_option = setting_options(EngineSettings, only=("n_threads",))
 SLICE = ("ctx_tokens", "n_lanes", "gpu_layers", *DEVICE_SETTINGS, "max_rows", "kv_type", "kv_layout", "window_cells")
 slice_options = setting_options(EngineSettings, only=SLICE)
 engine_options = setting_options(EngineSettings, but=("n_threads",))
+# `up` chooses these by the model and the machines; the table has what a stage takes that is started by hand.
+CHOSEN = {"ctx_tokens": "by memory", "n_lanes": "by memory", "gpu_layers": "as many as fit, where there is a GPU"}
+engine_options_of_up = setting_options(EngineSettings, but=("n_threads",), shown=CHOSEN)
 
 security_options = _apply(
     click.option("--tls", "tls_dir", type=DirectoryToRead(), default=None,

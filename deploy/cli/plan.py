@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from relayline.deploy.cli.options import FloatRange, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, Target
@@ -62,7 +62,7 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
     """Plan MANIFEST or MODEL: show the split with the most predicted tokens per second that fits every host's memory.
 
     MODEL is as for `up`. Without --hosts the plan is for two stages on this machine. Of a model on the hub only the
-    header is downloaded, some MB, unless --measure needs its weights.
+    header is downloaded, some MB, unless --measure needs its weights; with `download: layers` it needs none.
 
     Speeds are measured (--measure, or a calibration file of the host), declared in the manifest, or estimated; the
     table says which. The plan keeps the manifest's order of stages and its layer ranges. Exit code 2 if nothing fits.
@@ -71,6 +71,7 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
     """
     from relayline.deploy.cli.plan_gateway import plan_gateway_manifest
     from relayline.deploy.cli.planned import planned_manifest, shown_target
+    from relayline.deploy.launch.draft_model import shown_draft_model
     from relayline.deploy.launch.target import gateway_of
     from relayline.deploy.planning import report as plan_report
 
@@ -89,15 +90,22 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
         plan_one = functools.partial(make_plan, n_streams=streams, measure=measure, quiet=as_json)
         plan_gateway_manifest(gateway, plan_one, as_json=as_json)
         return
-    with shown_target(target, needs_weights=measure) as (here, note):
-        loaded = planned_manifest(here, [host.strip() for host in hosts.split(",")] if hosts else [], changes)
+    with contextlib.ExitStack() as stack:
+        notes: list[str] = []
+
+        def with_draft(manifest: Manifest) -> Manifest:
+            return stack.enter_context(shown_draft_model(manifest, notes.append))
+
+        here, note = stack.enter_context(shown_target(target, needs_weights=measure))
+        named_hosts = [host.strip() for host in hosts.split(",")] if hosts else []
+        loaded = planned_manifest(here, named_hosts, changes, with_draft)
         plan = make_plan(loaded, n_streams=streams, measure=measure, is_running=is_compare, quiet=as_json)
-        plan = _noted(plan, note)
+        plan = _noted(plan, note, *notes)
     if not is_compare:
         if as_json:
             click.echo(json.dumps(plan_report.as_json(plan)))
         else:
-            plan_report.show(plan, Console())
+            plan_report.show(plan)
         return
     name = "" if url else loaded.name
     _compare(plan, url or _url_of(loaded), name, seconds, bench, as_json=as_json)
@@ -117,7 +125,7 @@ def _compare(plan: Plan, url: str, name: str, seconds: float, bench: Path | None
     if as_json:
         click.echo(json.dumps({"plan": plan_report.as_json(plan), "compare": plan_compare.as_json(figures)}))
     else:
-        plan_compare.show(figures, Console())
+        plan_compare.show(figures)
     why = plan_compare.why_no_rate(plan, before, after, wall_s)
     has_rate = any(figure.unit == "tok/s" for figure in figures)
     if why and (seconds or not has_rate):
@@ -133,28 +141,29 @@ def make_plan(
     Raises UsageError where nothing fits or its draft model cannot draft, ModelFileError for a model that cannot be
     read.
     """
-    from relayline.deploy.launch.prepare import shown_model
+    from relayline.deploy.cli.planned import shown_manifest
 
-    with shown_model(manifest, needs_weights=measure) as shown:
-        facts, manifest = _checked(manifest, shown.path)  # before measurements, which take minutes
+    with shown_manifest(manifest, needs_weights=measure) as (manifest, model, notes):
+        facts = _checked(manifest, model)  # before measurements, which take minutes
         if measure:
-            _measure(manifest, shown.path, quiet=quiet)
-        return _noted(_plan_of(manifest, facts, n_streams, is_running=is_running), shown.note)
+            _measure(manifest, model, quiet=quiet)
+        return _noted(_plan_of(manifest, facts, n_streams, is_running=is_running), *notes)
 
 
-def _noted(plan: Plan, note: str) -> Plan:
-    return dataclasses.replace(plan, notes=(note, *plan.notes)) if note else plan
+def _noted(plan: Plan, *notes: str) -> Plan:
+    return dataclasses.replace(plan, notes=(*filter(None, notes), *plan.notes))
 
 
-def _checked(manifest: Manifest, model: Path) -> tuple[ModelFacts, Manifest]:
-    """Return a model's facts, and the manifest with its draft model's path. Raises as `make_plan`."""
+def _checked(manifest: Manifest, model: Path) -> ModelFacts:
+    """Return a model's facts. Raises as `make_plan`."""
     from relayline.coordinator.model.inspection import inspect_whole
-    from relayline.deploy.cli.plan_notes import with_checked_draft
+    from relayline.deploy.launch.draft_model import check_draft_model
 
     facts = inspect_whole(model)
     if facts.refusal is not None:
         raise UsageError(f"{model}: cannot be split: {facts.refusal}")
-    return facts, with_checked_draft(manifest, model)
+    check_draft_model(manifest.serving, model)
+    return facts
 
 
 def _plan_of(manifest: Manifest, facts: ModelFacts, n_streams: int, *, is_running: bool) -> Plan:

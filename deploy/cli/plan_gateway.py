@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from relayline.wire.common.errors import UsageError
 
@@ -31,7 +30,7 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
     from relayline.deploy.planning.report import show
     from relayline.deploy.planning.together import awake_note, missing_memory, shared_machines
 
-    gateway, console = load_gateway(path), Console()
+    gateway = load_gateway(path)
     pipelines = [each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)]
     plans: list[tuple[str, Plan]] = []
     shown: list[dict[str, Any]] = []
@@ -51,7 +50,7 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
         plans.append((each.name, plan))
         shown.append({"name": each.name, "plan": plan_json(plan)})
         if not as_json:
-            show(plan, console)
+            show(plan)
             click.echo()
     awake_max = gateway.spec.awake_max
     notes = shared_machines(plans) + awake_note(len(plans), awake_max)
@@ -60,6 +59,6 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
         click.echo(json.dumps({"name": gateway.name, "pipelines": shown, "notes": notes}))
     else:
         for note in notes:
-            console.print(f"note: {note}", highlight=False, soft_wrap=True)
+            click.echo(f"note: {note}")
     if wrong:
         raise UsageError("\n".join(wrong))

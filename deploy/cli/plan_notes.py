@@ -9,12 +9,12 @@ from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.predict import Prediction
 from relayline.coordinator.planner.search import Best
 from relayline.coordinator.planner.whatif import one_more, other_last
-from relayline.deploy.launch.draft_model import check_draft_model, with_draft_model
 from relayline.deploy.launch.lanes import lowered_lanes
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.planning.drafting import draft_memory, gpus_bytes, has_coordinator
 from relayline.deploy.planning.report import Draft, Variant
 from relayline.deploy.planning.shared import gpu_sharing
+from relayline.wire.common.texts import counted
 
 ORDER_SIZE_MAX = 400  # stages x layers up to which other orders are tried: each takes a separate search
 ORDER_GAIN_MIN = 1.05
@@ -69,15 +69,6 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
     return tuple(notes)
 
 
-def with_checked_draft(manifest: Manifest, model: Path) -> Manifest:
-    """Return the manifest with its draft model's path. Raises UsageError or ModelFileError for one that cannot draft
-    for this model, and as `with_draft_model`.
-    """
-    manifest = with_draft_model(manifest)
-    check_draft_model(manifest.serving, model)
-    return manifest
-
-
 def draft_of(manifest: Manifest) -> Draft | None:
     """Return the draft model that is served with a manifest; None where there is none."""
     serving = manifest.serving
@@ -97,5 +88,5 @@ def order_note(instance: Instance, best: Best) -> tuple[str, ...]:
         return ()
     return (
         f"with {other.last} as the last stage, which computes the head, {other.best.rate * 1e9:.1f} tok/s would be "
-        f"possible at {instance.load.streams} streams ({other.best.rate / best.rate - 1:+.0%})",
+        f"possible at {counted(instance.load.streams, 'stream')} ({other.best.rate / best.rate - 1:+.0%})",
     )

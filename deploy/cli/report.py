@@ -16,6 +16,7 @@ from relayline.deploy.cli.console_http import Coordinator, key_option, url_optio
 from relayline.deploy.cli.options import OUTPUT, FloatRange
 from relayline.deploy.cli.paths import FileToWrite, write_text
 from relayline.wire.common.errors import RelaylineError, StartError
+from relayline.wire.common.texts import counted
 
 LIVE = "/v1/pipeline/live?after=0"
 PLAN = "/v1/pipeline/plan"
@@ -45,7 +46,7 @@ def report_command(out: Path, minutes: float, url: str, api_key: str, **_: Any) 
     answers, aliases = asyncio.run(collect(url, api_key, minutes * 60.0))
     write_text(out, document(answers, aliases))
     n_requests = sum(path.startswith("/v1/traces/") for path in answers)
-    click.echo(f"{out}: {n_requests} request{'s' * (n_requests != 1)}, {out.stat().st_size / 1024:.0f} KiB")
+    click.echo(f"{out}: {counted(n_requests, 'request')}, {out.stat().st_size / 1024:.0f} KiB")
 
 
 async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any], dict[str, str]]:

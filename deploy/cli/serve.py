@@ -9,13 +9,13 @@ import click
 from relayline.deploy.cli.interrupts import ignore_hangups
 from relayline.deploy.cli.join_flags import (
     check_join_flags,
-    coordinator_join,
     given_names,
     given_spares,
     joinable_event,
     member_event,
     serve_join_options,
     serve_split_options,
+    served_join,
 )
 from relayline.deploy.cli.options import (
     Address,
@@ -24,7 +24,6 @@ from relayline.deploy.cli.options import (
     check_draft,
     content_option,
     engine_options,
-    given_settings,
     http_security_options,
     is_given,
     log_options,
@@ -36,7 +35,7 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     with_http_flags,
 )
-from relayline.deploy.launch.serving import check_named, for_each_stage, served_split
+from relayline.deploy.launch.serving import check_named, served_split
 from relayline.wire.common import logs
 from relayline.wire.common.process import announce, end_with_stdin
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
@@ -147,9 +146,7 @@ def serve_command(**given: Any) -> None:
             name=given["manifest"].name if given["manifest"] is not None else "",
         ),
         http=listener,
-        join=for_each_stage(
-            coordinator_join(given, split.n_stages, adapters, split.known), given["manifest"], given_settings(given)
-        ),
+        join=served_join(given, split, adapters),
         cut_model=split.cut_model,
         read_shape=split.read_shape,
         on_moved=split.on_moved,
@@ -176,8 +173,9 @@ def _announcing(*, as_json: bool) -> Callbacks:
                 "lanes": ready.n_lanes,
                 "ctx": ready.ctx_tokens,
                 "chat": ready.has_chat,
+                "ranks": ready.ranks,
             },
-            f"{ready.model_id} on {ready.n_stages} stages: {ready.url}/v1",
+            f"{ready.model_id} on {ready.n_stages} stage{'s' * (ready.n_stages != 1)}: {ready.url}/v1",
             as_json=as_json,
         )
 

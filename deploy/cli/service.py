@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from relayline.deploy.cli.join import chosen
 from relayline.deploy.cli.options import Line
 from relayline.deploy.cli.paths import Directory
 from relayline.deploy.machine.service import Unit, launchd_unit, systemd_unit
+from relayline.deploy.machine.unit_variables import chosen_variables, kept_variables, private_text, secret_variables
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.files import write_file
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from relayline.stage.joining.enrol import Joined
 
 COMMAND_TIMEOUT_S = 60.0  # of systemctl and launchctl; a stage that is ended may drain for half of it
-_READABLE = 0o644
+_READABLE, _PRIVATE = 0o644, 0o600
+PRIVATE_FILE = "service.env"  # next to the key: variables that the user has named
 
 name_argument = click.argument("name", type=Line(), required=False, default="")
 system_option = click.option("--system", "is_system", is_flag=True, help="For the whole system; needs root.")
@@ -46,24 +50,39 @@ def service_command() -> None:
     """
 
 
-@service_command.command("install", context_settings={"ignore_unknown_options": True})
+@service_command.command(
+    "install", short_help="Install the service and start it.", context_settings={"ignore_unknown_options": True}
+)
 @name_argument
 @system_option
 @state_option
+@click.option(
+    "--env", "names", type=Line("name"), multiple=True,
+    help="A further variable of this shell, for a file that only its owner may read. May be given again.",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the unit and the commands, and change nothing.")
 @click.argument("join_flags", nargs=-1, type=click.UNPROCESSED)
-def install_command(name: str, is_system: bool, state: Path | None, dry_run: bool, join_flags: tuple[str, ...]) -> None:
+def install_command(
+    name: str, is_system: bool, state: Path | None, names: tuple[str, ...], dry_run: bool, join_flags: tuple[str, ...]
+) -> None:
     """Install the service and start it, now and at every start of the system. Flags of `relayline join` follow after
     `--`.
+
+    The service has those variables of this shell that say where its cache is (XDG_*, HF_*), and which hub, GPUs
+    (CUDA_VISIBLE_DEVICES), proxy and collector (OTEL_*) it uses. Everyone may read the unit, so what may be secret is
+    left out: tokens, headers, and addresses with a password. Name it with --env.
 
     For example: relayline service install old -- --threads 4 --advertise old.lan
     """
     if name.startswith("-"):  # NAME was left away
         name, join_flags = "", (name, *join_flags)
     joined = _of(name, state, is_system=is_system)
-    unit = _unit(joined, is_system=is_system, join_flags=join_flags)
+    shell = _shell(joined, names, is_system=is_system)
+    unit = _unit(joined, is_system=is_system, join_flags=join_flags, shell=shell)
     if dry_run:
         click.echo(f"# {unit.path}\n{unit.text}")
+        for line in shell.lines(_private_path(joined, unit)):
+            click.echo(f"# {line}")
         for command in unit.enable:
             click.echo(f"# then: {' '.join(command)}")
         return
@@ -72,21 +91,18 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
     if not is_new:  # one that runs would go on with its old flags
         for command in unit.disable:
             _started(command)
-    try:
-        unit.path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(unit.path, unit.text.encode(), _READABLE)
-    except OSError as error:
-        remedy = "run it with sudo" if is_system else "is the home directory writable?"
-        raise StartError(f"{unit.path} cannot be written: {error.strerror}; {remedy}") from error
+    _write_files(joined, unit, shell, "run it with sudo" if is_system else "is the home directory writable?")
     try:
         for command in unit.enable:
             _run(command)
     except StartError:
         if is_new:  # nothing would start it, and `uninstall` would fail as well
-            unit.path.unlink(missing_ok=True)
+            _remove(joined, unit)
         raise
     click.echo(f"installed {unit.path}; stage {joined.file.name} runs now, and at every start of this system")
     click.echo(f"its log: {unit.logs}")
+    for line in shell.lines(_private_path(joined, unit)):
+        click.echo(line)
     if unit.advice:
         click.echo(unit.advice)
 
@@ -98,19 +114,22 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
 @click.option("--dry-run", is_flag=True, help="Print the commands, and change nothing.")
 def uninstall_command(name: str, is_system: bool, state: Path | None, dry_run: bool) -> None:
     """Stop the service and remove it. The host keeps its certificate, so `relayline join` still works by hand."""
-    unit = _unit(_of(name, state, is_system=is_system), is_system=is_system)
+    joined = _of(name, state, is_system=is_system)
+    unit = _unit(joined, is_system=is_system)
     if dry_run:
-        click.echo("\n".join([*(" ".join(command) for command in unit.disable), f"rm {unit.path}"]))
+        private = _private_path(joined, unit)
+        files = [unit.path, *([private] if private != unit.path and private.exists() else [])]
+        click.echo("\n".join([*(" ".join(command) for command in unit.disable), *(f"rm {path}" for path in files)]))
         return
     if not unit.path.exists():
         raise UsageError(f"{unit.path} is not there: this service is not installed")
     for command in unit.disable:
         _run(command)
-    unit.path.unlink()
+    _remove(joined, unit)
     click.echo(f"removed {unit.path}")
 
 
-@service_command.command("status")
+@service_command.command("status", short_help="Show whether the service is installed, and its state.")
 @name_argument
 @system_option
 @state_option
@@ -140,23 +159,94 @@ def _of(name: str, state: Path | None, *, is_system: bool) -> Joined:
     return chosen(root, name)
 
 
-def _unit(joined: Joined, *, is_system: bool, join_flags: tuple[str, ...] = ()) -> Unit:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shell:
+    """The variables of the shell that installs a service."""
+
+    kept: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    chosen: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Those that the user has named; they may be secret."""
+    left_out: Sequence[str] = ()
+
+    def lines(self, private: Path) -> list[str]:
+        """Return what the user is told of them. `private`: the file that has the chosen ones."""
+        told = [f"its variables: {', '.join(self.kept)}"] if self.kept else []
+        if self.chosen:
+            told.append(f"its variables in {private}, which only its owner may read: {', '.join(self.chosen)}")
+        if self.left_out:
+            flags = " ".join(f"--env {name}" for name in self.left_out)
+            told.append(
+                f"left out, since everyone may read the unit: {', '.join(self.left_out)}; to keep them: {flags}"
+            )
+        return told
+
+
+def _shell(joined: Joined, names: tuple[str, ...], *, is_system: bool) -> _Shell:
+    """Return the variables of this shell that a service is to have. Raises UsageError for a name that is none of it."""
+    chosen = chosen_variables(os.environ, names)
+    if _user(joined, is_system=is_system) not in (getpass.getuser(), os.environ.get("SUDO_USER", "")):
+        return _Shell(chosen=chosen)  # the others say nothing of that user's files
+    kept = {name: value for name, value in kept_variables(os.environ).items() if name not in chosen}
+    return _Shell(kept, chosen, [name for name in secret_variables(os.environ) if name not in chosen])
+
+
+def _private_path(joined: Joined, unit: Unit) -> Path:
+    """Return the file that holds what only its owner may read: launchd knows none besides the unit itself."""
+    return unit.path if sys.platform == "darwin" else joined.directory.absolute() / PRIVATE_FILE
+
+
+def _write_files(joined: Joined, unit: Unit, shell: _Shell, remedy: str) -> None:
+    """Write the unit, and before it what is private. Raises StartError."""
+    private = _private_path(joined, unit)
+    is_apart = private != unit.path
+    if shell.chosen and is_apart:
+        _write(private, private_text(shell.chosen), _PRIVATE, remedy)
+    _write(unit.path, unit.text, _PRIVATE if shell.chosen and not is_apart else _READABLE, remedy)
+    if not shell.chosen and is_apart:
+        private.unlink(missing_ok=True)  # of an earlier install
+
+
+def _write(path: Path, text: str, mode: int, remedy: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, text.encode(), mode)
+    except OSError as error:
+        raise StartError(f"{path} cannot be written: {error.strerror}; {remedy}") from error
+
+
+def _remove(joined: Joined, unit: Unit) -> None:
+    unit.path.unlink(missing_ok=True)
+    _private_path(joined, unit).unlink(missing_ok=True)
+
+
+def _unit(joined: Joined, *, is_system: bool, join_flags: tuple[str, ...] = (), shell: _Shell = _Shell()) -> Unit:
     """Return the service of a membership. Raises UsageError on a system that has neither systemd nor launchd."""
     command = [
         *module_command("relayline.deploy.cli", "join", joined.file.enrol, "--name", joined.file.name),
         "--state", str(joined.directory.parent.absolute()), *join_flags,
     ]  # fmt: skip
-    user = _owner(joined.directory) if is_system else getpass.getuser()
+    user = _user(joined, is_system=is_system)
     if sys.platform == "darwin":
         own = expanded(f"~{user}") if is_system else home()
-        return launchd_unit(joined.file.name, command, own, is_system=is_system, user=user, user_id=os.getuid())
+        return launchd_unit(
+            joined.file.name, command, own, is_system=is_system, user=user, user_id=os.getuid(),
+            variables={**shell.kept, **shell.chosen},
+        )  # fmt: skip
     if shutil.which("systemctl") is None:
         raise UsageError(
             "this system has no systemctl; let your service manager run `relayline join`, with the command "
             f"{' '.join(command)}"
         )
     text = f"relayline stage {joined.file.name} of the pipeline at {joined.file.coordinator}"
-    return systemd_unit(joined.file.name, command, text, home(), is_system=is_system, user=user)
+    private = joined.directory.absolute() / PRIVATE_FILE if shell.chosen else None
+    return systemd_unit(
+        joined.file.name, command, text, home(), is_system=is_system, user=user, variables=shell.kept, private=private
+    )
+
+
+def _user(joined: Joined, *, is_system: bool) -> str:
+    """Return whom a service runs as."""
+    return _owner(joined.directory) if is_system else getpass.getuser()
 
 
 def _owner(path: Path) -> str:

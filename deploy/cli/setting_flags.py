@@ -47,8 +47,11 @@ class SettingType(click.ParamType[Any]):
         return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 
 
-def setting_option(entry: Setting, default: Any = _UNCHANGED) -> Decorator:
-    """Return the flag of one setting, with a default that may be the command's own."""
+def setting_option(entry: Setting, default: Any = _UNCHANGED, shown: str = "") -> Decorator:
+    """Return the flag of one setting, with a default that may be the command's own.
+
+    `shown`: what the help says of the default where the command chooses it.
+    """
     if entry.is_switch:
         return click.option(entry.flag, entry.parameter, is_flag=True, help=entry.help)
     value = entry.manifest_value(entry.default if default is _UNCHANGED else default)
@@ -57,18 +60,26 @@ def setting_option(entry: Setting, default: Any = _UNCHANGED) -> Decorator:
         entry.parameter,
         type=SettingType(entry),
         default=value,
-        show_default=value not in (None, ""),
+        show_default=shown or value not in (None, ""),
         help=entry.help,
     )
 
 
-def setting_options(table: type[Settings], only: Collection[str] | None = None, but: Collection[str] = ()) -> Decorator:
-    """Return the flags of a table: of all settings, or of those whose names are given."""
+def setting_options(
+    table: type[Settings],
+    only: Collection[str] | None = None,
+    but: Collection[str] = (),
+    shown: Mapping[str, str] | None = None,
+) -> Decorator:
+    """Return the flags of a table: of all settings, or of those whose names are given.
+
+    `shown`: what the help says of defaults, by name.
+    """
     wanted = [entry for entry in entries(table) if entry.name not in but and (only is None or entry.name in only)]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for entry in reversed(wanted):
-            function = setting_option(entry)(function)
+            function = setting_option(entry, shown=(shown or {}).get(entry.name, ""))(function)
         return function
 
     return decorate

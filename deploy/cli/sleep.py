@@ -21,7 +21,7 @@ WAKE_TIMEOUT_S = 3_600.0  # the coordinator waits for stages as long as they get
 def sleep_command(as_json: bool, url: str, api_key: str, **_: Any) -> None:
     """Let all stages free their weights and caches.
 
-    The processes stay, and so do the members. The next request loads the layers again and is answered then. If
+    The processes stay, and so do their memberships. The next request loads the layers again and is answered then. If
     requests run, they are answered first, and new ones are too: it sleeps as soon as none runs or waits.
     """
     found = asyncio.run(_post(url, api_key, "/sleep"))

@@ -21,16 +21,17 @@ from rich.table import Table
 from rich.text import Text
 
 from relayline.deploy.cli.batches import batches_line
-from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
+from relayline.deploy.cli.console_http import Coordinator, key_option, shown_url, url_option
 from relayline.deploy.cli.options import FloatRange
 from relayline.deploy.cli.terminal import can_move
 from relayline.deploy.cli.top_gateway import SHOWN as GATEWAY_SHOWN
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame, is_gateway
 from relayline.deploy.cli.top_keys import keys_of, keys_table
 from relayline.deploy.cli.unequal import idle_line, unequal_line
+from relayline.deploy.tables import width_of_terminal
 from relayline.wire.common.errors import RelaylineError
-from relayline.wire.common.phase import HostState
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.texts import counted, layer_range
 
 INTERVAL_MIN_S, INTERVAL_MAX_S = 0.2, 60.0
 KEYS_BYTES_MAX = 64
@@ -77,6 +78,7 @@ def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: s
 async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_json: bool) -> None:
     console = Console(width=width_of_terminal(), highlight=False)
     async with Coordinator(url, api_key) as coordinator:
+        url = shown_url(coordinator.url)
         before = await coordinator.get("/v1/pipeline", ("phase", "stages"))
         shown = GATEWAY_SHOWN if is_gateway(before) else SHOWN
         before, looked_s = await coordinator.get("/v1/pipeline", shown), time.monotonic()
@@ -87,10 +89,10 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
             if stopping.is_set():
                 raise KeyboardInterrupt  # figures of a shorter interval would pass for those that were asked for
             after = await coordinator.get("/v1/pipeline", shown)
-            figures, picture = _looked(coordinator.url, before, after, time.monotonic() - looked_s, console.width)
+            figures, picture = _looked(url, before, after, time.monotonic() - looked_s, console.width)
             click.echo(json.dumps(figures)) if as_json else console.print(picture)
             return
-        _, first = _looked(coordinator.url, before, before, 1.0, console.width)
+        _, first = _looked(url, before, before, 1.0, console.width)
         with reading_keys(keys), Live(first, console=console, screen=True) as live:
             while not stopping.is_set():
                 await _pause(stopping, keys.interval_s)
@@ -102,7 +104,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
                     live.update(Text(error.message, style="red"))
                     continue
                 now_s = time.monotonic()
-                _, picture = _looked(coordinator.url, before, after, now_s - looked_s, console.width)
+                _, picture = _looked(url, before, after, now_s - looked_s, console.width)
                 live.update(Group(picture, Text(f"\n{keys.help_line}", style="dim")))
                 before, looked_s = after, now_s
 
@@ -231,8 +233,8 @@ def _grants(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int] | N
     if not grants.get("steps"):
         return None
     old = before.get("grants", {}) if before.get("epoch", 0) <= after["epoch"] else {}
-    counted = ("given", "extended", "repeated", "rows", "vain_rows")
-    return {name: max(0, grants[name] - old.get(name, 0)) for name in counted}
+    names = ("given", "extended", "repeated", "rows", "vain_rows")
+    return {name: max(0, grants[name] - old.get(name, 0)) for name in names}
 
 
 def grants_line(figures: dict[str, Any]) -> str:
@@ -242,7 +244,7 @@ def grants_line(figures: dict[str, Any]) -> str:
         return ""
     return (
         f"grants: {grants['given']} given, {grants['extended']} extended, {grants['repeated']} ended by other rows; "
-        f"{grants['rows']} rows, and {grants['vain_rows']} in vain"
+        f"{counted(grants['rows'], 'row')}, and {grants['vain_rows']} in vain"
     )
 
 
@@ -268,8 +270,7 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
         f"lanes {_bar(figures['running'], figures['lanes'], cells)} {figures['running']}/{figures['lanes']}  "
         f"KV {_bar(figures['kv_share'], 1, cells)} {figures['kv_share']:.1%}\n"
         f"overlap: {overlap}\n"
-        f"plan: {plan['n_groups']} decode group{'s' * (plan['n_groups'] != 1)} of {plan['group_rows']} "
-        f"row{'s' * (plan['group_rows'] != 1)}\n"
+        f"plan: {counted(plan['n_groups'], 'decode group')} of {counted(plan['group_rows'], 'row')}\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("stage", no_wrap=True, max_width=_name_cells(width), overflow="ellipsis")
@@ -282,9 +283,9 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
     lines = (grants_line(figures), batches, unequal_line(described), idle_line(described))
     below = Text("".join(f"\n{line}" for line in lines if line))
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
-        name, *middle, reasons = _row(stage, row)
+        name, *middle, reasons = _row(stage, row, described["phase"])
         if is_least and not row["up"]:
-            below.append(f"\nstage {stage['index']}: {_why_silent(stage)}")
+            below.append(f"\nstage {stage['index']}: {_why_silent(stage, described['phase'])}")
             middle = ["-"] * len(middle)
         table.add_row(name, *(middle[at] for at in shown), *((reasons,) if is_wide else ()))
         if not is_wide and reasons:
@@ -306,12 +307,12 @@ def _phase(described: dict[str, Any]) -> str:
     return str(described["phase"]) + (f" for {since_s:.0f} s" if since_s is not None else "")
 
 
-def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
+def _row(stage: dict[str, Any], row: dict[str, Any], phase: str) -> list[str]:
     """Return the cells of a stage: name and layers first, why its batches closed last."""
     name = escape(f"{stage['index']} {stage.get('name') or stage['address']}")
     layers = layer_range(*stage["layers"])
     if not row["up"]:
-        return [name, layers, f"[red]{escape(_why_silent(stage))}[/red]", *[""] * 7, ""]
+        return [name, layers, f"[red]{escape(_why_silent(stage, phase))}[/red]", *[""] * 7, ""]
     reasons = sorted(row["close_reasons"].items(), key=lambda item: -item[1])
     rows_per_step = row["rows_per_step"]
     return [
@@ -329,13 +330,15 @@ def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _why_silent(stage: dict[str, Any]) -> str:
-    """Return why a stage has no figures."""
+def _why_silent(stage: dict[str, Any], phase: str) -> str:
+    """Return why a stage has no figures. While the pipeline is not ready nobody asks stages that are."""
     heard_s = stage.get("last_heard_s")
     if stage.get("silent") and heard_s is not None:
         return f"no heartbeat for {heard_s:.0f} s"
     state = str(stage.get("state", HostState.READY))
-    return state if state != HostState.READY else "no answer"
+    if state != HostState.READY:
+        return state
+    return "no answer" if phase == Phase.READY.value else "waits"
 
 
 def _bar(value: float, total: float, cells: int) -> str:

@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from relayline.wire.common.texts import counted
+
 SHOWN = ("kind", "phase", "pipelines")  # of a gateway's GET /v1/pipeline
 COLUMNS = ("pipeline", "state", "models", "running", "of others", "lanes", "to do", "sent/s", "where")
 SEEN_FROM = {"where": 92, "of others": 80, "to do": 80, "sent/s": 60, "models": 60}  # cells of the terminal's width
@@ -43,7 +45,7 @@ def gateway_frame(url: str, figures: dict[str, Any], width: int) -> Group:
     head = Text.from_markup(
         f"[bold]gateway[/bold]  {escape(url)}  {escape(figures['phase'])}\n"
         f"[bold]{figures['running']} running{waiting}[/bold], "
-        f"{phases.count('ready')} of {len(phases)} pipelines ready{asleep}\n"
+        f"{phases.count('ready')} of {counted(len(phases), 'pipeline')} ready{asleep}\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     shown = [at for at, name in enumerate(COLUMNS) if width >= SEEN_FROM.get(name, 0)]

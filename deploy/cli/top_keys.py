@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from relayline.wire.common.texts import counted
+
 SHOWN_MAX = 12  # keys
 NAME_CELLS = 12
 COLUMNS = ("running", "waiting", "requests", "prompt", "cached", "answers")
@@ -41,7 +43,7 @@ def keys_table(keys: Sequence[dict[str, Any]], width: int) -> list[Table | Text]
         cells = (*map(str, counts), *map(_short, tokens))
         table.add_row(escape(key["name"]), *(cells[at] for at in shown))
     n_more = len(keys) - SHOWN_MAX
-    more = [Text(f"and {n_more} more keys: GET /v1/usage", style="dim")] if n_more > 0 else []
+    more = [Text(f"and {counted(n_more, 'more key')}: GET /v1/usage", style="dim")] if n_more > 0 else []
     return [Text(), table, *more]
 
 

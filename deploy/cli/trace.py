@@ -10,19 +10,22 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from relayline.deploy.cli.console_http import fetch, key_option, url_option, width_of_terminal
+from relayline.deploy.cli.console_http import fetch, key_option, url_option
 from relayline.deploy.cli.options import IntRange, Name
 from relayline.deploy.cli.trace_times import in_ms, show_time, show_token
+from relayline.deploy.tables import NARROW_GAP, fitted, hung, width_of_terminal
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import counted, plural
 from relayline.wire.telemetry.names import EVENT_RESUMED
 
 ROWS_MAX = 24  # batches shown per stage unless --all: the first and the last of them
 MATES_SHOWN = 8
-NARROW_CELLS = 98  # below this width the columns of NARROW_WITHOUT are left out
-COLUMNS = ("at", "phase", "pos", "rows", "pad", "frames", "wait", "step", "predicted")
-NARROW_WITHOUT = frozenset({"phase", "frames"})
+INDENT = "    "  # of the batches below their stage
+COLUMNS = ("at", "phase", "pos", "rows", "pad", "frames", "wait", "step", "predicted", "closed by", "with")
+LEFT_OUT = ("phase", "frames", "pad", "closed by", "predicted", "rows", "pos")  # on narrow terminals, in this order
+LEFT = ("phase", "closed by", "with")
+MATES_CELLS = 9  # of the column "with" at least; more names take more lines
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -69,22 +72,25 @@ def show(console: Console, found: dict[str, Any], rows_max: int | None) -> None:
     """Print a trace as GET /v1/traces/{id} gives it; at most `rows_max` batches per stage."""
     state = "running" if found["is_running"] else str(found["status"] or "no answer")
     error = f"  [red]{escape(found['error'])}[/red]" if found["error"] else ""
-    console.print(
-        f"[bold]{escape(found['id'] or found['request_id'])}[/bold]  {escape(found['route'])}  {state}{error}"
+    trace = f"  trace {found['trace_id']}" if found["trace_id"] else ""
+    _say(
+        console, f"[bold]{escape(found['id'] or found['request_id'])}[/bold]  {escape(found['route'])}  {state}{error}"
     )
-    console.print(
+    _say(
+        console,
         f"x-request-id {escape(found['request_id'])}  model {escape(found['model'])}  "
-        f"{found['prompt_tokens']} prompt tokens  took {in_ms(found['duration_ms'])}"
-        + (f"  trace {found['trace_id']}" if found["trace_id"] else "")
+        f"{counted(found['prompt_tokens'], 'prompt token')}  took {in_ms(found['duration_ms'])}{trace}",
     )
     for stream in found["streams"]:
         _show_stream(console, stream, found, rows_max)
 
 
+def _say(console: Console, text: str) -> None:
+    console.print(hung(text, console.width, INDENT))
+
+
 def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any], rows_max: int | None) -> None:
-    how = stream["finish_reason"] or "running"
-    error = f" ({escape(stream['error'])})" if stream["error"] else ""
-    console.print(f"\n[bold]{escape(stream['id'])}[/bold]  {stream['tokens']} tokens, {how}{error}")
+    console.print(f"\n[bold]{escape(stream['id'])}[/bold]  {_outcome(stream)}")
     if stream["shared_with"]:
         console.print(f"  shares the session of {escape(stream['shared_with'])}: the same request, computed once")
     phases = [
@@ -94,9 +100,9 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         ("prefill", stream["prefill_ms"]),
         ("decode", stream["decode_ms"]),
     ]
-    console.print("  " + "  ".join(f"{name} {in_ms(value)}" for name, value in phases if value is not None))
+    _say(console, "  " + "  ".join(f"{name} {in_ms(value)}" for name, value in phases if value is not None))
     for line in _pace_of(stream):
-        console.print(f"  {line}")
+        _say(console, f"  {line}")
     for event in stream["events"]:
         detail = f": {escape(event['detail'])}" if event["detail"] else ""
         console.print(f"  [yellow]{event['name']} at {in_ms(event['at_ms'])}{detail}[/yellow]")
@@ -106,7 +112,7 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         batch["trace_id"] for stage in stream["stages"] for batch in stage.get("batches", ()) if batch.get("trace_id")
     )
     if passes:
-        console.print(f"  passes in {len(passes)} trace{'s' * (len(passes) != 1)}, the last {list(passes)[-1]}")
+        console.print(f"  passes in {counted(len(passes), 'trace')}, the last {list(passes)[-1]}")
     show_time(console, stream)
     names: dict[str, str] = {}
     for stage in stream["stages"]:
@@ -115,6 +121,14 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         console.print("  [bold]batch mates[/bold]")
     for mate, name in names.items():
         console.print(f"    {name}  {escape(mate)}", no_wrap=True, overflow="ignore", crop=False)
+
+
+def _outcome(stream: dict[str, Any]) -> str:
+    how = stream["finish_reason"] or "running"
+    if how == "length" and stream["ttft_ms"] is None:  # a vector or a score
+        return "no tokens"
+    error = f" ({escape(stream['error'])})" if stream["error"] else ""
+    return f"{counted(stream['tokens'], 'token')}, {how}{error}"
 
 
 def _pace_of(stream: dict[str, Any]) -> Iterator[str]:
@@ -126,9 +140,9 @@ def _pace_of(stream: dict[str, Any]) -> Iterator[str]:
         yield f"first token after {in_ms(stream['ttft_ms'])}{between}"
     if n_chunks := len(stream["chunks"]):
         n_rows = sum(chunk["rows"] for chunk in stream["chunks"])
-        yield f"prompt sent in {n_chunks} chunk{'s' * (n_chunks != 1)}, {n_rows} rows"
+        yield f"prompt sent in {counted(n_chunks, 'chunk')}, {counted(n_rows, 'row')}"
     if stream.get("drafted_tokens"):  # a server of before drafts does not say
-        yield f"{stream['drafted_tokens']} draft tokens, {stream['accepted_tokens']} of them accepted"
+        yield f"{counted(stream['drafted_tokens'], 'draft token')}, {stream['accepted_tokens']} of them accepted"
 
 
 def _show_stage(console: Console, stage: dict[str, Any], names: dict[str, str], rows_max: int | None) -> None:
@@ -136,31 +150,36 @@ def _show_stage(console: Console, stage: dict[str, Any], names: dict[str, str], 
         console.print(f"  [red]stage {stage['stage']} does not answer[/red]")
         return
     batches = stage["batches"]
-    console.print(f"  [bold]stage {stage['stage']}[/bold]  {_summary(stage, len(batches))}")
+    _say(console, f"  [bold]stage {stage['stage']}[/bold]  {_summary(stage, len(batches))}")
     if not batches:
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("    batch", no_wrap=True)
-    left_out = NARROW_WITHOUT if console.width < NARROW_CELLS else frozenset()
-    columns = [name for name in COLUMNS if name not in left_out]
-    for name in columns:
-        table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
-    table.add_column("closed by", no_wrap=True)
-    table.add_column("with", overflow="fold")
-    for batch in _ends(batches, rows_max):
-        table.add_row(*_row(batch, names, columns)) if batch is not None else table.add_row("    ...")
-    console.print(table)
+    columns = (f"{INDENT}batch", *COLUMNS)
+    rows = [
+        _row(batch, names) if batch is not None else [f"{INDENT}...", *[""] * len(COLUMNS)]
+        for batch in _ends(batches, rows_max)
+    ]
+    console.print(
+        fitted(
+            console.width,
+            columns,
+            rows,
+            left_out=LEFT_OUT,
+            folds={"with": MATES_CELLS},
+            left=(columns[0], *LEFT),
+            gap=NARROW_GAP,
+        )
+    )
 
 
 def _summary(stage: dict[str, Any], n_batches: int) -> str:
     total = stage.get("summary")
     if total is None:
-        return f"{n_batches} batches remembered" + (", none of them" if not n_batches else "")
+        return f"{counted(n_batches, 'batch', 'batches')} remembered" + (", none of them" if not n_batches else "")
     n_steps = total["prefill_steps"] + total["decode_steps"]
     missing = f", {n_steps - n_batches} of its batches forgotten" if n_steps > n_batches else ""
     return (
-        f"{total['prefill_steps']} prefill and {total['decode_steps']} decode steps of "
-        f"{total['batch_rows_mean']:g} rows (max {total['batch_rows_max']}), "
+        f"{total['prefill_steps']} prefill and {counted(total['decode_steps'], 'decode step')} of "
+        f"{total['batch_rows_mean']:g} {plural(total['batch_rows_mean'], 'row')} (max {total['batch_rows_max']}), "
         f"waited {in_ms(total['prefill_wait_ms'] + total['decode_wait_ms'])} "
         f"(max {in_ms(total['wait_max_ms'])}), computed {in_ms(total['decode_ms'])}{missing}"
     )
@@ -172,23 +191,20 @@ def _ends(batches: list[dict[str, Any]], rows_max: int | None) -> list[dict[str,
     return [*batches[: rows_max // 2], None, *batches[-rows_max // 2 :]]
 
 
-def _row(batch: dict[str, Any], names: dict[str, str], columns: list[str]) -> list[str]:
+def _row(batch: dict[str, Any], names: dict[str, str]) -> list[str]:
     mates = [names.setdefault(mate, _letters(len(names))) for mate in batch["mates"][:MATES_SHOWN]]
     more = len(batch["mates"]) - len(mates)
-    cells = {
-        "at": in_ms(batch["at_ms"]),
-        "phase": batch["phase"],
-        "pos": str(batch["position"]),
-        "rows": str(batch["rows"]),
-        "pad": str(batch["padded_rows"] or ""),
-        "frames": str(batch["frames"]),
-        "wait": in_ms(batch["wait_ms"]),
-        "step": in_ms(batch["decode_ms"]),
-        "predicted": in_ms(batch["predicted_ms"]) if batch["predicted_ms"] is not None else "",
-    }
     return [
-        f"    {batch['id']}",
-        *(cells[name] for name in columns),
+        f"{INDENT}{batch['id']}",
+        in_ms(batch["at_ms"]),
+        batch["phase"],
+        str(batch["position"]),
+        str(batch["rows"]),
+        str(batch["padded_rows"] or ""),
+        str(batch["frames"]),
+        in_ms(batch["wait_ms"]),
+        in_ms(batch["decode_ms"]),
+        in_ms(batch["predicted_ms"]) if batch["predicted_ms"] is not None else "",
         batch["close_reason"],
         " ".join(mates) + (f" and {more} more" if more else ""),
     ]

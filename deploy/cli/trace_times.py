@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 
+from relayline.deploy.tables import NARROW_GAP, fitted
 from relayline.wire.common.errors import UsageError
 
 # What each part of a time is called, in the order of a token's way. See coordinator.observe.token_times.
@@ -26,8 +28,9 @@ WORDS = {
     "rest": "not known",
 }
 OF_STAGES = ("hop", "queue", "compute", "handle")
-STAGE_CELLS = 12  # a column of the table
-WORD_CELLS = 60  # the columns before those of stages
+INDENT = "  "
+WORD_CELLS = len(INDENT) + max(map(len, WORDS.values()))  # the parts' names take two lines only on tiny terminals
+PER_TOKEN = "a token"
 
 
 def show_time(console: Console, stream: dict[str, Any]) -> None:
@@ -36,23 +39,32 @@ def show_time(console: Console, stream: dict[str, Any]) -> None:
     if time is None or not (time["prefill"] or time["decode"]):
         return
     decode = time["decode"]
-    n_stages = len((decode or time["prefill"])["hop_ms"])
-    n_shown = min(n_stages, max(0, (console.width - WORD_CELLS) // STAGE_CELLS)) if decode else 0
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("  [bold]where the time went[/bold]", no_wrap=True)
-    heads = ["prefill", "decode", "a token", *(f"stage {stage}" for stage in range(n_shown))]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    stages = [f"stage {stage}" for stage in range(len(decode["hop_ms"]))] if decode else []
+    rows = []
     for part, words in WORDS.items():
         cells = [_whole(time[phase], part) for phase in ("prefill", "decode")]
         if any(cells):
             per_token = cells[1] / max(1, stream["tokens"] - 1)
-            of_stages = decode[f"{part}_ms"][:n_shown] if part in OF_STAGES and decode else []
-            table.add_row(f"    {words}", *(in_ms(cell) if cell else "" for cell in (*cells, per_token, *of_stages)))
+            of_stages = decode[f"{part}_ms"] if part in OF_STAGES and decode else [0.0] * len(stages)
+            rows.append([f"{INDENT}{words}", *map(_shown, (*cells, per_token, *of_stages))])
     took = [time[phase]["took_ms"] if time[phase] else 0.0 for phase in ("prefill", "decode")]
     per_token = took[1] / max(1, stream["tokens"] - 1)
-    table.add_row("    in all", *(in_ms(cell) if cell else "" for cell in (*took, per_token)))
-    console.print(table)
+    rows.append([f"{INDENT}in all", *map(_shown, (*took, per_token)), *[""] * len(stages)])
+    head = "[bold]where the time went[/bold]"
+    table = fitted(
+        console.width - len(INDENT),
+        (head, "prefill", "decode", PER_TOKEN, *stages),
+        rows,
+        left_out=(*reversed(stages), PER_TOKEN),
+        folds={head: WORD_CELLS},
+        left=(head,),
+        gap=NARROW_GAP,
+    )
+    console.print(Padding(table, (0, 0, 0, len(INDENT))))
+
+
+def _shown(ms: float) -> str:
+    return in_ms(ms) if ms else ""
 
 
 def _whole(parts: dict[str, Any] | None, part: str) -> float:
@@ -80,7 +92,9 @@ def show_token(console: Console, streams: Sequence[dict[str, Any]], token: int) 
         at_ms = time["at_ms"]
         for words, ms in _way(time):
             if ms:
-                console.print(f"  at {in_ms(at_ms):>7}  {in_ms(ms):>7}  {words}")
+                times = f"{INDENT}at {in_ms(at_ms):>7}  {in_ms(ms):>7}  "
+                lines = textwrap.wrap(words, max(1, console.width - len(times)))
+                console.print(times + f"\n{' ' * len(times)}".join(lines))
                 at_ms += ms
 
 

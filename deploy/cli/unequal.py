@@ -40,6 +40,7 @@ def idle_line(described: dict[str, Any]) -> str:
 def gateway_lines(pipelines: list[dict[str, Any]]) -> list[str]:
     """Return a line for each pipeline behind a gateway: its state, models, work and address."""
     width = max((len(each["name"]) for each in pipelines), default=0)
+    phase_width = max((len(each["phase"]) for each in pipelines if not each["problem"]), default=0)
     lines = []
     for each in pipelines:
         serves = f"serves {', '.join(each['models'])}, " if each["models"] else ""
@@ -47,7 +48,8 @@ def gateway_lines(pipelines: list[dict[str, Any]]) -> list[str]:
         n_requests = f"{each['running'] + each['others']} running"
         if n_waiting := each.get("waiting", 0):
             n_requests += f", {n_waiting} waiting"
-        lines.append(f"{each['name']:<{width}}  {each['phase']}{why}  {serves}{n_requests}, {each['url']}")
+        state = f"{each['phase']}{why}"
+        lines.append(f"{each['name']:<{width}}  {state:<{phase_width}}  {serves}{n_requests}, {each['url']}")
     return lines
 
 

@@ -15,7 +15,7 @@ from relayline.deploy.cli.options import (
     Line,
     chat_template_option,
     content_option,
-    engine_options,
+    engine_options_of_up,
     http_security_options,
     is_given,
     log_options,
@@ -64,6 +64,13 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @_stage_options
+@click.option(
+    "--download",
+    type=click.Choice(["whole", "layers"]),
+    default="whole",
+    show_default=True,
+    help="How a model of the hub comes: all of it to this machine, or to each stage its own layers.",
+)
 @click.option("--split-dir", type=Directory(), default=None, help="Where to keep the split [default: cache].")
 @click.option(
     "--measure/--no-measure",
@@ -74,9 +81,9 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--dry-run", is_flag=True, help="Only show what would start, or what would change in a running pipeline.")
 @state_dir_option
 @click.option("--report-fd", type=IntRange(0, 1 << 20), default=None, hidden=True)
-@click.option(
-    "--change", type=Line(), default="", hidden=True
-)  # of the manifest of a pipeline behind a gateway, as JSON
+@click.option("--check", is_flag=True, hidden=True, allow_from_autoenv=False)  # what `relayline restart` would start
+# Of the manifest of a pipeline behind a gateway, as JSON.
+@click.option("--change", type=Line(), default="", hidden=True)
 @supervised_option
 @click.option(
     "--json",
@@ -85,7 +92,7 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
     envvar="RELAYLINE_JSON",
     help="Print one JSON object per line; the last one is `ready`.",
 )
-@engine_options
+@engine_options_of_up
 @pipeline_options
 @http_security_options
 @chat_template_option
@@ -104,9 +111,16 @@ def up_command(**given: Any) -> None:
     `up` takes the only manifest of this folder.
 
     If the pipeline already runs, `up` shows the difference and applies it: layers move while it serves if nothing else
-    changed. If a change needs a restart, `up` says so and changes nothing.
+    changed. If a change needs a new start, `up` says so and changes nothing; `relayline restart` makes it.
 
     Flags override RELAYLINE_* variables, and these override the manifest.
+
+    \b
+    Examples:
+      relayline up model.gguf
+      relayline up ORG/REPO:Q4_K_M --http 0.0.0.0:8080 --api-keys keys.txt
+      relayline up llama70b.yaml --detach
+      relayline up llama70b.yaml --dry-run
     """
     by_flag = click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE
     if given["target"] is not None and by_flag:

@@ -6,6 +6,7 @@ from typing import Any
 
 from relayline.deploy.cli.setting_flags import manifest_changes
 
+DOWNLOAD = "model.download"
 _FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
 
@@ -14,6 +15,8 @@ def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
     changes = manifest_changes(changed)
     if "http" in changed:
         changes["coordinator.http.host"], changes["coordinator.http.port"] = changed["http"]
+    if "download" in changed:
+        changes[DOWNLOAD] = changed["download"]
     for parameter, place in _FILES.items():
         if changed.get(parameter) is not None:
             changes[place] = str(changed[parameter].absolute())

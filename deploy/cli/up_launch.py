@@ -9,19 +9,33 @@ from typing import Any
 
 from relayline.deploy.cli.options import check_draft
 from relayline.deploy.cli.stage_flags import stage_flags_of, with_stage_flags
-from relayline.deploy.cli.up_changes import changes_of, http_of
+from relayline.deploy.cli.up_changes import DOWNLOAD, changes_of, http_of
 from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.companions import with_companions
 from relayline.deploy.launch.context import with_usual_context
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
-from relayline.deploy.launch.prepare import named, override
+from relayline.deploy.launch.prepare import named, override, with_hub_model
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest, with_stages
+from relayline.deploy.models.hollow import hollow_model
 from relayline.deploy.models.model_source import is_on_hub, resolve_model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Named:
+    """What the user has named, and what flags have still to change in it."""
+
+    manifest: Manifest
+    source: Path
+    """Of the manifest or the model, absolute."""
+    model: str
+    """The model's name on the hub, or what names a model without a manifest; empty for a manifest's file."""
+    changes: dict[str, Any]
+    """Values by dotted place below `spec`."""
 
 
 def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:
@@ -29,31 +43,49 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     is_flag = given["target"] is None and given["model"] is not None
     target = given["model"] if is_flag else given["target"]
     path = None if is_flag else manifest_of(target, Path.cwd())
-    changes = changes_of(changed)
+    is_again = given["report_fd"] is not None
     if path is not None:
-        # Of a pipeline behind a gateway: its hosts are looked at like a manifest's own.
-        change = json.loads(given["change"]) if given["change"] else {}
-        manifest, source = at_home(with_usual_lanes(override(load_manifest(path), change))), path.absolute()
+        found = _of_manifest(path, given, changes_of(changed), is_again=is_again)
     else:
-        if is_on_hub(str(target)):
-            # Everything is looked at before a model is loaded from the hub, which may take an hour.
-            expected = override(_placeholder(given["name"]), changes | http_of(given))
-            without_cuts = dataclasses.replace(stage_flags_of(given, changed), cuts=None)  # they need the model
-            expected = with_stages(expected, without_cuts, 0)
-            check_before_work(expected, may_run=True)
-            check_draft(expected.serving, expected.engine.policy)
-        model = resolve_model(str(target))
-        manifest, source = with_usual_lanes(smallest_manifest(model)), model.absolute()
-        changes |= http_of(given)
-    manifest = override(manifest, changes)
+        found = _of_model(str(target), given, changed, is_again=is_again)
+    manifest = override(found.manifest, found.changes)
     if given["name"]:
         manifest = named(manifest, given["name"], "--name")
-    manifest = with_companions(manifest, "" if path is not None else str(target))
+    manifest = with_companions(manifest, found.model)
     check_draft(manifest.serving, manifest.engine.policy)
     opened = () if given["change"] else open_context(manifest.spec)  # pipelines behind one gateway share their hosts
-    manifest = with_usual_context(with_stage_flags(manifest, given, changed), opened, given["state_dir"])
-    is_again = given["report_fd"] is not None
-    return Launch(manifest, source, log_flags, given["split_dir"], given["measure"], is_again)
+    manifest = with_stage_flags(manifest, given, changed)
+    manifest = with_usual_context(manifest, opened, given["state_dir"], ends_first=given["check"])
+    return Launch(manifest, found.source, log_flags, given["split_dir"], given["measure"], is_again)
+
+
+def _of_manifest(path: Path, given: dict[str, Any], changes: dict[str, Any], *, is_again: bool) -> _Named:
+    """Return a manifest with its model here, where that is on the hub. Raises as `with_hub_model`."""
+    # Of a pipeline behind a gateway: its hosts are looked at like a manifest's own.
+    change = json.loads(given["change"]) if given["change"] else {}
+    change |= {DOWNLOAD: changes.pop(DOWNLOAD)} if DOWNLOAD in changes else {}
+    manifest = override(load_manifest(path), change)
+    model = manifest.spec.model.hf or ""
+    if model and not given["dry_run"]:
+        check_before_work(override(manifest, changes), may_run=True)  # a model may take an hour to load
+        manifest = with_hub_model(manifest, is_found=is_again)
+    return _Named(at_home(with_usual_lanes(manifest)), path.absolute(), model, changes)
+
+
+def _of_model(target: str, given: dict[str, Any], changed: dict[str, Any], *, is_again: bool) -> _Named:
+    """Return a model's smallest manifest, with the model or its headers here. Raises as `resolve_model`."""
+    changes = changes_of(changed)
+    is_by_layers = changes.pop(DOWNLOAD, "whole") == "layers"
+    if is_on_hub(target):
+        # Everything is looked at before a model is loaded from the hub, which may take an hour.
+        expected = override(_placeholder(given["name"]), changes | http_of(given))
+        without_cuts = dataclasses.replace(stage_flags_of(given, changed), cuts=None)  # they need the model
+        expected = with_stages(expected, without_cuts, 0)
+        check_before_work(expected, may_run=True)
+        check_draft(expected.serving, expected.engine.policy)
+    find = hollow_model if is_by_layers and not is_again else resolve_model  # if again, `target` is the file found
+    model = find(target)
+    return _Named(with_usual_lanes(smallest_manifest(model)), model.absolute(), target, changes | http_of(given))
 
 
 def _placeholder(name: str) -> Manifest:

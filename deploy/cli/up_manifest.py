@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from relayline.deploy.cli.options import http_tls_from
 from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
 from relayline.deploy.cli.up_gateway import up_gateway
 from relayline.deploy.cli.up_launch import launch_of
+from relayline.deploy.launch.again import become_new
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
-from relayline.deploy.launch.run import Launch, launch, ready_to_start
+from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import gateway_of
 from relayline.deploy.launch.tell import line_of
@@ -44,21 +46,28 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"], is_here=True))
 
+    if given["check"]:
+        check_while_it_runs(to_start, directory)
+        return
     if given["report_fd"] is None and applied(to_start, directory, is_dry=given["dry_run"], as_json=given["as_json"]):
         return
     if given["detach"] and given["report_fd"] is None:  # RELAYLINE_DETACH reaches the one in the background too
         _detach(to_start, directory, given)
         return
+    command = sys.argv[1:]
     if given["report_fd"] is None:
-        launch(to_start, directory, show, echo=print_prefixed if given["verbose"] else None)
-        return
-    report = Report(given["report_fd"])
-    os.set_inheritable(given["report_fd"], False)  # no child of this supervisor holds the report open
-    try:
-        launch(to_start, directory, report.send)
-    except RelaylineError as error:
-        report.fail(error)
-        raise
+        echo = print_prefixed if given["verbose"] else None
+        is_wanted_again = launch(to_start, directory, show, echo=echo, arguments=command)
+    else:
+        report = Report(given["report_fd"])
+        os.set_inheritable(given["report_fd"], False)  # no child of this supervisor holds the report open
+        try:
+            is_wanted_again = launch(to_start, directory, report.send, arguments=command)
+        except RelaylineError as error:
+            report.fail(error)
+            raise
+    if is_wanted_again:
+        become_new(command)
 
 
 def _detach(to_start: Launch, directory: StateDir, given: dict[str, Any]) -> None:
@@ -69,7 +78,8 @@ def _detach(to_start: Launch, directory: StateDir, given: dict[str, Any]) -> Non
     # A model that a name led to is not looked for again; a manifest is read again.
     named_by = str(to_start.source)
     arguments = [named_by, "--state-dir", str(directory.path.absolute()), "--name", to_start.manifest.name]
-    arguments += again(click.get_current_context(), but=NOT_AGAIN)
+    is_model = to_start.source == to_start.manifest.model_path  # found, so nothing of it is on the hub any more
+    arguments += again(click.get_current_context(), but=(*NOT_AGAIN, "download") if is_model else NOT_AGAIN)
 
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))

@@ -153,7 +153,8 @@ def pipeline_probes(patient: Patient, timeout_s: float, *, deep: bool) -> list[P
     hosts = {stage.name: host_of_stage(manifest, stage) for stage in manifest.members}
     if running and launched is not None:
         if launched.state.url:
-            probes.append(Probe("coordinator", functools.partial(look_coordinator, launched.state.url), timeout_s))
+            look = functools.partial(look_coordinator, launched.state.url, launched.state.shown_url)
+            probes.append(Probe("coordinator", look, timeout_s))
         for record in launched.state.processes:
             if record.role == "stage" and record.address and record.state == "ready" and security is not None:
                 host = hosts.get(record.name, "")

@@ -24,7 +24,7 @@ from relayline.deploy.models.model_source import check_here, is_on_hub
 from relayline.deploy.planning.drafting import draft_memory
 from relayline.stage.joining.artifact_store import cached
 from relayline.wire.common.errors import ArtifactError, RelaylineError, UsageError
-from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.file_hash import noted_sha256, sha256_of
 from relayline.wire.common.units import GIB, MIB
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
@@ -85,7 +85,7 @@ def look_split(directory: Path | None, *, deep: bool = False) -> list[Finding]:
     `directory` is None where none is known yet. Files whose status is as at their last hash are read only with `deep`.
     """
     if directory is None or not (directory / PIPELINE_NAME).exists():
-        return [ok("artifacts", "the model has not been split yet; the first start does it")]
+        return [ok("artifacts", "none for the plan as it is now; the next start splits the model")]
     try:
         file: PipelineFile = load_pipeline(directory)
     except ArtifactError as error:
@@ -113,7 +113,7 @@ def look_caches(splits: Path, fetched: Path) -> list[Finding]:
         path = entry.directory / entry.file
         if entry.is_whole:
             n_fetched += 1
-            if sha256_of(path, afresh=True) != entry.directory.name:
+            if sha256_of(path, afresh=True) != (noted_sha256(path) or entry.directory.name):
                 findings.append(failure(
                     "artifacts", f"{path}: its content has changed since it was fetched (sha256 differs)",
                                         "the next start fetches it again"))  # fmt: skip

@@ -148,8 +148,8 @@ def judge_stage_clock(check: str, first: pb.StatusResponse, second: pb.StatusRes
     return ok(f"{check} clock", f"advances; the stage has held its layers for {second.uptime_ns / 1e9:.0f} s")
 
 
-async def look_coordinator(url: str) -> list[Finding]:
-    """Ask a running coordinator for its health, and hold its wall clock against ours."""
+async def look_coordinator(url: str, shown: str) -> list[Finding]:
+    """Ask a running coordinator at `url` for its health, and hold its wall clock against ours."""
     timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/health") as answer:
@@ -157,12 +157,12 @@ async def look_coordinator(url: str) -> list[Finding]:
             word = _phase_of(await answer.content.read(HEALTH_BYTES_MAX))
     except (aiohttp.ClientError, TimeoutError) as error:
         why = system_reason(error) or str(error) or "no answer in time"
-        return [warning("coordinator", f"{url} does not answer: {why}", "see its log")]
+        return [warning("coordinator", f"{shown} does not answer: {why}", "see its log")]
     status_text = f"{status}: {word}" if word else str(status)
     findings = [
-        ok("coordinator", f"{url} is healthy")
+        ok("coordinator", f"{shown} is healthy")
         if status == 200
-        else warning("coordinator", f"{url}/health answers {status_text}", _REMEDIES.get(word, SEE_LOG))
+        else warning("coordinator", f"{shown}/health answers {status_text}", _REMEDIES.get(word, SEE_LOG))
     ]
     if date:
         there = email.utils.parsedate_to_datetime(date)

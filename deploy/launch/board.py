@@ -87,6 +87,10 @@ class Board:
         """Note where clients and stages connect, and where hosts get their certificates."""
         self._store(url=url, join=join, enrol=enrol)
 
+    def set_starts_again(self, starts_again: bool) -> None:
+        """Note whether `relayline restart` may have the supervisor start again."""
+        self._store(starts_again=starts_again)
+
     def _store(self, **changes: Any) -> None:
         if changes.get("phase", self.state.phase) != self.state.phase:
             changes["phase_since_ns"] = time.monotonic_ns()

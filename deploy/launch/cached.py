@@ -7,19 +7,21 @@ import dataclasses
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, load_pipeline
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.prepare import find_model
-from relayline.deploy.manifest import load_manifest
+from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.models.hub_files import headers_dir
 from relayline.deploy.models.splits import split_place, splits_dir
 from relayline.stage.joining.artifact_store import cached, remove
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import home
 from relayline.wire.common.texts import layer_ranges
 
+BLOCK_BYTES = 512  # of st_blocks, whatever the file system
 IN_USE = "in use"  # why something is not removed
 
 
@@ -66,14 +68,19 @@ def _split_name(path: Path) -> str:
 
 def _splits_in_use() -> set[Path]:
     found = set()
-    for pipeline in launched(None):
-        if not pipeline.is_running:
-            continue
+    for manifest in _running():
         with contextlib.suppress(RelaylineError, OSError):
-            manifest = load_manifest(pipeline.directory.manifest)
             cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)
             found.add(split_place(find_model(manifest), None if cuts else 1, cuts or None))
     return found
+
+
+def _running() -> Iterator[Manifest]:
+    """Yield the settled manifest of each pipeline that runs here."""
+    for pipeline in launched(None):
+        if pipeline.is_running:
+            with contextlib.suppress(RelaylineError, OSError):
+                yield load_manifest(pipeline.directory.manifest)
 
 
 def kept_artifacts(cache: Path) -> list[Kept]:
@@ -102,6 +109,17 @@ def kept_downloads() -> list[Kept]:
         name = path.name.removeprefix("models--").replace("--", "/", 1)
         state, used_s = "partial" if partial else "whole", max(each.stat().st_mtime for each in (path, path / "blobs"))
         found.append(Kept("downloads", name, path, _size_of(path), state, used_s, _remover(path)))
+    return found + _kept_headers()
+
+
+def _kept_headers() -> list[Kept]:
+    """Return the models of the hub of which only headers are here. A pipeline that runs reads its layers by them."""
+    root, found = headers_dir(), []
+    in_use = [model for pipeline in _running() if (model := pipeline.model_path) is not None]
+    for path in root.iterdir() if root.is_dir() else ():
+        name = path.name.replace("--", "/", 1)
+        state = IN_USE if any(model.is_relative_to(path) for model in in_use) else "headers"
+        found.append(Kept("downloads", name, path, _size_of(path), state, path.stat().st_mtime, _remover(path)))
     return found
 
 
@@ -114,5 +132,6 @@ def _remover(path: Path) -> Callable[[], bool]:
 
 
 def _size_of(directory: Path) -> int:
-    """Return the bytes of a directory's files; links count for nothing."""
-    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    """Return the bytes of disk that a directory's files take; links count for nothing, and holes neither."""
+    found = [path.lstat() for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    return sum(min(status.st_size, status.st_blocks * BLOCK_BYTES) for status in found)

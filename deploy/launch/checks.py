@@ -1,4 +1,4 @@
-"""Checks before anything is started: names, ports, files, credentials, the context."""
+"""Checks before anything is started: ports, files, credentials, the context."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import stage_directory
 from relayline.deploy.launch.companions import check_companions_here
 from relayline.deploy.launch.control import launched
-from relayline.deploy.launch.log_files import SUPERVISOR
+from relayline.deploy.launch.kept_places import check_kept_directories
 from relayline.deploy.launch.ports import port_problem, wanted_ports
-from relayline.deploy.launch.stage_checks import check_stage_devices, warn_of_prefix_directory
-from relayline.deploy.launch.supervisor import COORDINATOR
+from relayline.deploy.launch.stage_checks import check_names, check_stage_devices, warn_of_prefix_directory
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
@@ -27,13 +26,6 @@ from relayline.wire.telemetry.choice import chosen
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 log = logging.getLogger("relayline.up")
-
-
-def check_names(manifest: Manifest) -> None:
-    """Raise UsageError for a stage with the name that a process of every launch has."""
-    taken = next((stage.name for stage in manifest.members if stage.name in (SUPERVISOR, COORDINATOR)), None)
-    if taken is not None:
-        raise UsageError(f"no stage can be named {taken!r}: relayline's own logs have that name; rename the stage")
 
 
 def check_ports(manifest: Manifest, *, may_run: bool = False) -> None:
@@ -90,6 +82,7 @@ def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
         serving=manifest.serving,
         otlp_endpoint=telemetry.otlp_endpoint,
     )
+    check_kept_directories(manifest.serving, may_be_full=may_run)
 
 
 def check_files(
@@ -116,17 +109,6 @@ def check_files(
         raise UsageError("--allow-invites needs --api-keys FILE: a stage sees what passes through it of every request")
     check_companions_here(serving)
     chosen(otlp_endpoint, os.environ)
-
-
-def check_kept_files(*files: tuple[str, Path | None]) -> None:
-    """Raise UsageError for a file that a coordinator is to write later, and cannot: pairs of a flag and its value."""
-    for flag, path in files:
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise UsageError(f"{flag} {path}: there is no directory {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UsageError(f"{flag} {path}: no permission to write it")
 
 
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:

@@ -53,10 +53,7 @@ def with_companions(manifest: Manifest, reference: str) -> Manifest:
 
 
 def check_companions_here(serving: ServingSettings) -> None:
-    """Raise UsageError or ModelFileError for a file that is missing or unusable, before the model is known; UsageError
-    for a directory that is none, or that two kinds of things are to be kept in.
-    """
-    _check_kept_directories(serving)
+    """Raise UsageError or ModelFileError for a file that is missing or unusable, before the model is known."""
     if serving.mmproj not in ("", AUTO_PROJECTOR):
         read_projector(expanded(serving.mmproj))
     read_named(serving.lora)
@@ -64,24 +61,14 @@ def check_companions_here(serving: ServingSettings) -> None:
         check_here(serving.draft_model)
 
 
-def _check_kept_directories(serving: ServingSettings) -> None:
-    flag_of: dict[Path, str] = {}
-    for name in KEPT_DIRECTORIES:
-        if directory := getattr(serving, name):
-            flag, path = entry_of(ServingSettings, name).flag, expanded(directory).resolve()
-            if path.exists() and not path.is_dir():
-                raise UsageError(f"{flag} {directory}: is not a directory")
-            if path in flag_of:
-                raise UsageError(f"{flag_of[path]} and {flag} are the same directory, {path}; give each its own")
-            flag_of[path] = flag
-
-
-def check_companions(manifest: Manifest, model: Path) -> None:
+def check_companions(manifest: Manifest, model: Path, *, may_run: bool = False) -> None:
     """Raise UsageError or ModelFileError for a file of another model, before the model is split; and as
-    `check_draft_memory` for a draft model that this machine has no memory for."""
+    `check_draft_memory` for a draft model that this machine has no memory for, unless this pipeline may hold it.
+    """
     check_images(manifest, model)
     check_draft_model(manifest.serving, model)
-    check_draft_memory(manifest.serving, available_memory_bytes())
+    if not may_run:
+        check_draft_memory(manifest.serving, available_memory_bytes())
     if manifest.serving.lora:
         facts = inspect_model(model)
         check_of_model(read_named(manifest.serving.lora), model, facts.architecture, facts.n_layers)

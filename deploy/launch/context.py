@@ -15,50 +15,62 @@ from relayline.deploy.manifest.settings import LANES, TOKENS, value_at
 from relayline.deploy.planning.inputs import instance_of
 from relayline.deploy.planning.known_hosts import KnownHost
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.texts import plural
 from relayline.wire.settings.setting import Setting
 
 log = logging.getLogger("relayline.up")
 
 
-def with_usual_context(manifest: Manifest, opened: Collection[Setting], state_dir: Path | None = None) -> Manifest:
+def with_usual_context(
+    manifest: Manifest, opened: Collection[Setting], state_dir: Path | None = None, *, ends_first: bool = False
+) -> Manifest:
     """Return the manifest with a context that its model can use and its hosts have memory for.
 
-    Only `opened` is chosen. A pipeline of this name that runs keeps its own. A model that is elsewhere, or cannot be
-    read, changes nothing: its next reader reports the problem.
+    Only `opened` is chosen. A pipeline of this name that runs keeps its own, unless it `ends_first`: then all memory
+    counts. A model that is elsewhere, or cannot be read, changes nothing: its next reader reports the problem.
     """
     path = manifest.model_path
     if not opened or path is None or not path.exists():
         return manifest
     try:
-        running = _of_running(manifest.name, state_dir)
-        return with_fitting_context(manifest, path, opened) if running is None else _with(manifest, opened, running)
+        if not ends_first and (running := _of_running(manifest.name, state_dir)) is not None:
+            return _with(manifest, opened, running)
+        return with_fitting_context(manifest, path, opened, is_running=ends_first)
     except RelaylineError:
         return manifest
 
 
 def with_fitting_context(
-    manifest: Manifest, model: Path, opened: Collection[Setting], known: Mapping[str, KnownHost] | None = None
+    manifest: Manifest,
+    model: Path,
+    opened: Collection[Setting],
+    known: Mapping[str, KnownHost] | None = None,
+    *,
+    is_running: bool = False,
 ) -> Manifest:
-    """Return the manifest with `opened` chosen for the model and its hosts; `known` as in `instance_of`.
+    """Return the manifest with `opened` chosen for the model and its hosts; `known`, `is_running` as in `instance_of`.
 
     Raises ModelFileError, UsageError.
     """
     engine = manifest.engine
     n_lanes, ctx_tokens = usual_context(
-        instance_of(manifest, inspect_model(model), known=known),
+        instance_of(manifest, inspect_model(model), known=known, is_running=is_running),
         None if LANES in opened else engine.n_lanes,
         None if TOKENS in opened else engine.ctx_tokens,
     )
     if (n_lanes, ctx_tokens) != (engine.n_lanes, engine.ctx_tokens):
-        log.info("%d streams of %d tokens, as the model and the free memory allow; %s and %s set them",
-                 n_lanes, ctx_tokens, LANES.flag, TOKENS.flag)  # fmt: skip
+        log.info("%d %s of %d tokens, as the model and the free memory allow; %s and %s set them",
+                 n_lanes, plural(n_lanes, "stream"), ctx_tokens, LANES.flag, TOKENS.flag)  # fmt: skip
     return _with(manifest, opened, {LANES.name: n_lanes, TOKENS.name: ctx_tokens})
 
 
 def _of_running(name: str, state_dir: Path | None) -> dict[str, int] | None:
     """Return lanes and tokens of the pipeline of this name, if it runs."""
     for pipeline in launched(state_dir, name):
-        if pipeline.state.name == name and pipeline.is_running and pipeline.directory.manifest.exists():
+        runs = (
+            pipeline.is_running and not pipeline.state.phase.has_ended
+        )  # this process may be its supervisor, started again
+        if pipeline.state.name == name and runs and pipeline.directory.manifest.exists():
             spec = load_manifest(pipeline.directory.manifest).spec
             return {entry.name: value_at(spec, entry) for entry in (LANES, TOKENS)}
     return None

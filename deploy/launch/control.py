@@ -22,6 +22,7 @@ from relayline.deploy.launch.plan_file import read_plan
 from relayline.deploy.launch.process_id import age_s, is_running, send_signal, wait_ended
 from relayline.deploy.launch.state import NOT_SEEN, LaunchState, ProcessRecord, StateDir, find_running, state_root
 from relayline.deploy.launch.trust import pinned, refused
+from relayline.deploy.launch.waiting import fetched_text, waits_text
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 
@@ -48,7 +49,12 @@ class Launched:
 
     @property
     def phase(self) -> Phase:
-        """The phase as the supervisor sees it, or DEAD where that ended without noting so."""
+        """The phase as the supervisor sees it, or DEAD where that ended without noting so.
+
+        It is STARTING from the end of a pipeline that `relayline restart` starts again, though a large model is split.
+        """
+        if self.state.phase is Phase.STOPPED and self.is_running and self.directory.restart.exists():
+            return Phase.STARTING
         return self.state.phase if self.is_running or self.state.phase.has_ended else Phase.DEAD
 
 
@@ -104,6 +110,15 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
     )
 
 
+def gateway_over(pipeline: Launched) -> str | None:
+    """Return the name of the gateway that runs a pipeline, None for none."""
+    own = pipeline.state.supervisor_pid
+    for each in launched(None):
+        if each.is_running and any(record.role == "pipeline" and record.pid == own for record in each.state.processes):
+            return each.state.name
+    return None
+
+
 def _outermost(running: list[Launched]) -> list[Launched]:
     """Leave out the pipelines that a gateway among them has started."""
     behind = {record.name for each in running for record in each.state.processes if record.role == "pipeline"}
@@ -123,6 +138,9 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         phase, phase_s = word, None
     known = [*live["stages"], *live.get("idle", ())] if live is not None else []
     stages = {stage.get("name"): stage for stage in known}
+    for name, fetch in (_move_of(live).get("fetches") or {}).items():
+        if name in stages:
+            stages[name]["next_layers"] = fetch
     return {
         "name": state.name,
         "phase": phase.value,
@@ -181,6 +199,11 @@ def _prefixes(live: dict[str, Any]) -> dict[str, int] | None:
     return found | {key: sum(tier[key] for tier in tiers) for key in ("memory_bytes", "disk_bytes")}
 
 
+def _move_of(live: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the latest change of layers; empty for none."""
+    return ((live or {}).get("layers") or {}).get("move") or {}
+
+
 def _held(stage: dict[str, Any]) -> dict[str, Any]:
     """Return which layers a stage holds."""
     return {"name": stage.get("name"), "layers": stage.get("layers")}
@@ -230,6 +253,14 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
     if live is not None and live.get("state") in (HostState.SPARE, HostState.DRAINED):
         entry["state"] = live["state"]
         entry["detail"] = entry["detail"] if live.get("here", True) else "not here"
+    elif live is not None and live.get("fetch_total_bytes"):
+        entry["detail"] = f"has {fetched_text(live['fetched_bytes'], live['fetch_total_bytes'])} of its layers"
+        if trouble := live.get("fetch_trouble"):
+            entry["detail"] += f"; {waits_text(trouble)}"
+    elif live is not None and (fetch := live.get("next_layers")):
+        entry["detail"] = f"has {fetched_text(fetch['done_bytes'], fetch['total_bytes'])} of its next layers"
+        if fetch["trouble"]:
+            entry["detail"] += f"; {waits_text(fetch['trouble'])}"
     elif live is not None and live.get("takeover_in_s") is not None:
         entry["detail"] = f"other stages take over its layers in {live['takeover_in_s']:.0f} s"
     elif live is not None and (relay := live.get("relay")) is not None and not entry["detail"]:

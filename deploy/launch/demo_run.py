@@ -1,13 +1,11 @@
-"""`make demo`: three stages from the bundled model, six prompts at once through the HTTP API, and a summary of the
+"""`relayline demo`: three stages from the bundled model, six prompts at once through the HTTP API, and a summary of the
 batches. It works as a user's requests do: real processes, real gRPC, real HTTP. It uses no internals.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from rich.text import Text
 from relayline.deploy.launch.local import running
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
-from relayline.wire.common import logs
 from relayline.wire.common.texts import named_layers
 
 MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
@@ -107,8 +104,8 @@ def report(pipeline: dict[str, Any], states: list[dict[str, Any]], elapsed_s: fl
     )
 
 
-async def demo(*, keep: bool, directory: StateDir | None = None) -> None:
-    """Run the whole demonstration. `directory`: where its state is kept, nowhere without it."""
+async def demo(*, keep: bool, directory: StateDir) -> None:
+    """Run the whole demonstration; `directory` keeps its state."""
     console = Console()
     console.print(f"splitting {MODEL.name} into {N_STAGES} stages and starting them ...")
     manifest = with_stages(smallest_manifest(MODEL, "demo", ctx_tokens=512), StageFlags(N_STAGES), 0)
@@ -139,19 +136,3 @@ async def demo(*, keep: bool, directory: StateDir | None = None) -> None:
         if keep:
             console.print("Ctrl-C ends it.")
             await asyncio.Event().wait()
-
-
-def main() -> None:
-    """Parse --keep and run."""
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="keep serving until Ctrl-C")
-    arguments = parser.parse_args()
-    logs.setup("demo", as_json=False)
-    try:
-        asyncio.run(demo(keep=arguments.keep))
-    except KeyboardInterrupt:
-        sys.exit(130 if not arguments.keep else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from relayline.coordinator.drafting.draft_model import check_drafts
@@ -11,6 +13,7 @@ from relayline.coordinator.model.inspection import check_has_weights, check_whol
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest
+from relayline.deploy.models.hub_headers import model_or_headers
 from relayline.deploy.models.model_source import is_on_hub, resolve_model
 from relayline.deploy.planning.drafting import Gpus, draft_memory, gpus_bytes
 from relayline.wire.common.errors import ModelFileError, StartError, UsageError
@@ -34,12 +37,38 @@ def with_draft_model(manifest: Manifest) -> Manifest:
     return override(manifest, {_SETTING.place: str(find_draft_model(manifest.serving.draft_model))})
 
 
-def find_draft_model(reference: str) -> Path:
-    """Return the path of a draft model: a file, or one of the hub. Raises UsageError or ModelFileError."""
+@contextlib.contextmanager
+def shown_draft_model(manifest: Manifest, tell: Callable[[str], None]) -> Iterator[Manifest]:
+    """Give the manifest with the path of its draft model, or of its header where the draft model is on the hub.
+
+    `tell` gets a note where only the header was read, which is there until the end of the with block. Raises as
+    `with_draft_model`.
+    """
+    named = manifest.serving.draft_model
+    if not named or not is_on_hub(named):
+        yield with_draft_model(manifest)
+        return
+    with contextlib.ExitStack() as stack:
+        with _about_draft_model():
+            shown = stack.enter_context(model_or_headers(named))
+        if shown.note:
+            tell(f"draft model: {shown.note}")
+        yield override(manifest, {_SETTING.place: str(shown.path.absolute())})
+
+
+@contextlib.contextmanager
+def _about_draft_model() -> Iterator[None]:
+    """Name the setting in errors."""
     try:
-        return resolve_model(reference if is_on_hub(reference) else str(expanded(reference))).absolute()
+        yield
     except (UsageError, ModelFileError) as error:
         raise type(error)(f"{_SETTING.flag}: {error}") from None
+
+
+def find_draft_model(reference: str) -> Path:
+    """Return the path of a draft model: a file, or one of the hub. Raises UsageError or ModelFileError."""
+    with _about_draft_model():
+        return resolve_model(reference if is_on_hub(reference) else str(expanded(reference))).absolute()
 
 
 def check_draft_model(serving: ServingSettings, model: Path) -> None:
@@ -47,14 +76,12 @@ def check_draft_model(serving: ServingSettings, model: Path) -> None:
     if not serving.draft_model:
         return
     path = Path(serving.draft_model)
-    try:
+    with _about_draft_model():
         check_header(read_header(path))
         draft = open_model(path)
         check_whole(draft)
         check_has_weights(draft)
         check_drafts(path, model)
-    except (UsageError, ModelFileError) as error:
-        raise type(error)(f"{_SETTING.flag}: {error}") from None
 
 
 def check_draft_memory(serving: ServingSettings, free_bytes: int | None, gpus: Gpus = known_gpus) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.gguf_file import open_model
+from relayline.coordinator.model.inspection import check_support, inspect_model
+from relayline.coordinator.model.origin import origins_of
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
 from relayline.deploy.launch.own_tls import (
     JOIN_DIR,
@@ -26,7 +29,7 @@ from relayline.deploy.machine.cores import shares, write_cores
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.models.hub_headers import Shown, model_or_headers
-from relayline.deploy.models.model_source import resolve_model
+from relayline.deploy.models.model_source import check_here, is_pattern, resolve_model
 from relayline.deploy.models.splits import split_for
 from relayline.deploy.planning.inputs import cuts_for
 from relayline.wire.common.errors import UsageError
@@ -83,13 +86,40 @@ def with_credentials(manifest: Manifest, own_tls: Path) -> Manifest:
     return manifest
 
 
-def find_model(manifest: Manifest) -> Path:
-    """Return the model's file here, loaded from the hub if it is there. Raises UsageError, ModelFileError."""
+def find_model(manifest: Manifest, *, is_found: bool = False) -> Path:
+    """Return the model's file here, loaded from the hub if it is there, or its headers if the manifest says so.
+
+    `is_found`: this start has already found it; the hub is not asked again for headers.
+
+    Raises UsageError, ModelFileError.
+    """
+    if manifest.spec.model.download == "layers":
+        from relayline.deploy.models.hollow import hollow_model  # here, because most models are files
+
+        return hollow_model(*_reference(manifest), is_found=is_found)
     return resolve_model(*_reference(manifest))
+
+
+def with_hub_model(manifest: Manifest, *, is_found: bool = False) -> Manifest:
+    """Return the manifest with the path of its model, loaded first if it is on the hub. Raises as `find_model`."""
+    if manifest.spec.model.hf is None:
+        return manifest
+    return override(manifest, {"model": {"path": str(find_model(manifest, is_found=is_found).absolute())}})
+
+
+def check_named_model(manifest: Manifest) -> None:
+    """Raise UsageError where a manifest names a model on this machine, and there is none."""
+    path = manifest.model_path
+    if path is None:
+        return
+    if not is_pattern(str(path)) and not os.path.lexists(path):
+        raise UsageError(f"{path}: no such file; spec.model.path of the manifest names it")
+    check_here(str(path))
 
 
 def _reference(manifest: Manifest) -> tuple[str, str]:
     """Return the model's name as `resolve_model` reads it, and its checksum."""
+    check_named_model(manifest)
     model, path = manifest.spec.model, manifest.model_path
     return str(path) if path is not None else str(model.hf), model.sha256 or ""
 
@@ -98,8 +128,14 @@ def _reference(manifest: Manifest) -> tuple[str, str]:
 def shown_model(manifest: Manifest, *, needs_weights: bool = False) -> Iterator[Shown]:
     """Give the model's file, or its headers where it is on the hub and nothing needs its weights.
 
-    Raises as `find_model`.
+    Of `download: layers` these are the headers that a start takes, so that both find the same measurements. Raises as
+    `find_model`.
     """
+    if manifest.spec.model.download == "layers":
+        path = find_model(manifest)
+        n_bytes = sum(origin.size_bytes for origin in origins_of(open_model(path)))
+        yield Shown(path, n_bytes, is_by_layers=True)
+        return
     if needs_weights:
         yield Shown(find_model(manifest))
         return
@@ -118,13 +154,23 @@ def choose_cuts(manifest: Manifest, model: Path) -> tuple[int, ...]:
     return cuts if len(cuts) == len(given) else cuts_for(manifest, model)
 
 
-def planned_cuts(manifest: Manifest, model: Path) -> tuple[int, ...]:
+def planned_cuts(manifest: Manifest, model: Path, *, is_running: bool = False) -> tuple[int, ...]:
     """Return the same as `choose_cuts`, but have the planner check the memory even where nothing is left to choose.
 
-    For a launch: running processes would count as missing memory. Raises UsageError.
+    For a launch: running processes would count as missing memory, unless `is_running`, see `instance_of`. Raises
+    UsageError.
     """
     check_last_layer(manifest, model)
-    return cuts_for(manifest, model)
+    return cuts_for(manifest, model, is_running=is_running)
+
+
+def check_fits(manifest: Manifest, model: Path) -> None:
+    """Check that a model can be split, and that the hosts had memory for it if all of it were free.
+
+    Raises UsageError, ModelFileError, UnsupportedArchitectureError.
+    """
+    check_support(inspect_model(model), experimental=True)  # `relayline split --experimental` may have split it
+    planned_cuts(manifest, model, is_running=True)
 
 
 def check_last_layer(manifest: Manifest, model: Path) -> None:
@@ -230,7 +276,7 @@ def override(manifest: Manifest, changes: dict[str, Any]) -> Manifest:
     except ValueError as error:
         first = next(itertools.islice(getattr(error, "errors", list)(), 1), {"msg": str(error), "loc": ()})
         where = ".".join(map(str, first["loc"])).removeprefix("spec.")
-        raise UsageError(f"{where}: {first['msg']}") from error
+        raise UsageError(f"{where}: {str(first['msg']).removeprefix('Value error, ')}") from error
 
 
 def named(manifest: Manifest, name: str, given_as: str = "the pipeline's name") -> Manifest:

@@ -9,11 +9,12 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from relayline.coordinator.model.gguf_file import headers_read_once
+from relayline.deploy.launch.again import Again, is_ordered, refuse
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context, warn_of_unused_drafts
 from relayline.deploy.launch.companions import check_companions
@@ -24,6 +25,8 @@ from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, SUPE
 from relayline.deploy.launch.prepare import (
     Prepared,
     Split,
+    check_fits,
+    check_named_model,
     find_model,
     planned_cuts,
     prepare,
@@ -36,10 +39,9 @@ from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
 from relayline.deploy.launch.supervisor import Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.models.mend import Mend, later_mender, mender
-from relayline.deploy.models.model_source import check_here
 from relayline.deploy.models.splits import split_for
-from relayline.wire.common.errors import RelaylineError, StartError
-from relayline.wire.common.files import write_again
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.files import naming, try_writing, write_again
 from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.process import first_of
 
@@ -58,7 +60,6 @@ class Launch:
     """Passed on to every process."""
     split_dir: Path | None = None
     """Where to keep the split; None for the cache."""
-
     measure: bool | None = None
     """Whether hosts are surveyed before there is a plan: True, False, or None as is sensible."""
     is_again: bool = False
@@ -102,18 +103,7 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
 
     Where hosts have to be surveyed first, the model is not split yet.
     """
-    manifest = to_start.manifest
-    if manifest.model_path is not None:
-        check_here(str(manifest.model_path))
-    check_before_work(manifest)
-    if not all(stage.is_local for stage in manifest.members) and is_local(manifest.spec.coordinator.host):
-        log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
-                    manifest.spec.coordinator.host)  # fmt: skip
-    model = find_model(manifest)
-    check_companions(manifest, model)
-    warn_of_unused_drafts(manifest.engine, model)
-    manifest = with_credentials(manifest, directory.tls)
-    check_security(manifest)
+    manifest, model = _checked(to_start, directory)
     if waits_for_hosts(manifest, model, to_start.measure, is_again=to_start.is_again):
         found = Ready(settled(manifest, model, [stage.layer_range for stage in manifest.stages]), None)
     else:
@@ -124,6 +114,35 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
     return found
 
 
+def check_while_it_runs(to_start: Launch, directory: StateDir) -> None:
+    """Check what a launch needs while the same pipeline serves, which ends before: its ports and its memory are free
+    by then. Raises the first problem found.
+
+    A model of the hub is here afterwards. The model must fit if all memory were free: how much will be is not known.
+    """
+    manifest, model = _checked(to_start, directory, may_run=True)
+    if not waits_for_hosts(manifest, model, to_start.measure, is_again=True):  # a check forgets no measurements
+        check_fits(manifest, model)
+    with naming(directory.path):
+        try_writing(directory.path)
+
+
+def _checked(to_start: Launch, directory: StateDir, *, may_run: bool = False) -> tuple[Manifest, Path]:
+    """Return the manifest with its credentials, and its model's file. `may_run` as in `check_ports`."""
+    manifest = to_start.manifest
+    check_named_model(manifest)
+    check_before_work(manifest, may_run=may_run)
+    if not all(stage.is_local for stage in manifest.members) and is_local(manifest.spec.coordinator.host):
+        log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
+                    manifest.spec.coordinator.host)  # fmt: skip
+    model = find_model(manifest)
+    check_companions(manifest, model, may_run=may_run)
+    warn_of_unused_drafts(manifest.engine, model)
+    manifest = with_credentials(manifest, directory.tls)
+    check_security(manifest)
+    return manifest, model
+
+
 def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
     """Check and prepare a launch, and record every choice for the coordinator.
 
@@ -131,21 +150,18 @@ def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
     """
     ready = ready_to_start(to_start, directory)
     write_settled(ready.manifest, directory.manifest)
-    for kept in (
-        directory.layers,
-        directory.more,
-        directory.plan,
-    ):  # of the last run: this one begins with its own settings
+    # Of the last run: this one begins with its own settings.
+    for kept in (directory.layers, directory.more, directory.plan, directory.restart):
         kept.unlink(missing_ok=True)
+    split_dir = to_start.split_dir
     if ready.prepared is None:
-        split_flags = ("--pipeline", str(to_start.split_dir.absolute())) if to_start.split_dir is not None else ()
         mend = later_mender(directory.manifest)
     else:
-        pipeline_dir, file = ready.prepared.pipeline_dir, ready.prepared.file
-        split_flags = ("--pipeline", str(pipeline_dir.absolute())) if to_start.split_dir is not None else ()
-        model = find_model(ready.manifest)
-        mend = mender(model, pipeline_dir, file)
+        model, pipeline_dir = find_model(ready.manifest), ready.prepared.pipeline_dir
+        split_dir = pipeline_dir if split_dir is not None else None
+        mend = mender(model, pipeline_dir, ready.prepared.file)
         keep_plan(ready.manifest, model, directory.plan)
+    split_flags = ("--pipeline", str(split_dir.absolute())) if split_dir is not None else ()
     fixed = tuple(stage.name for stage in to_start.manifest.stages if stage.layer_range is not None)
     plan = arrange(ready.manifest, to_start.source, directory.manifest, to_start.log_flags, split_flags, fixed)
     return plan, mend
@@ -164,9 +180,11 @@ def launch(
     *,
     echo: Callable[[str, str], None] | None = None,
     policy: RestartPolicy | None = None,
-) -> None:
-    """Run a pipeline until SIGINT, SIGTERM or SIGHUP.
+    arguments: Sequence[str] = (),
+) -> bool:
+    """Run a pipeline until SIGINT, SIGTERM or SIGHUP. Returns whether it is to start again, see `Again`.
 
+    `arguments`: this process's command line, `up` first; empty for a process that cannot start again by itself.
     Raises UsageError and StartError before anything is started, StartError when a process cannot be kept alive.
     """
     from relayline.wire.common.process import run
@@ -177,29 +195,54 @@ def launch(
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d of its processes were still running", n_ended)
-        with headers_read_once():
-            plan, mend = plan_of(to_start, directory)
-        if (event := plan_event(to_start.manifest, directory.plan)) is not None:
-            emit(event)
+        again = Again(directory, arguments)
 
-        async def main(stopping: asyncio.Event) -> None:
+        async def main(stopping: asyncio.Event) -> bool:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
+            supervisor.board.set_starts_again(bool(arguments))
             loop = asyncio.get_running_loop()
-            loop.add_signal_handler(MORE_SIGNAL, _take_on, supervisor, to_start, directory)
+
+            def on_order() -> None:
+                if is_ordered(directory.restart):
+                    again.ask(stopping)
+                if directory.more.exists():  # beside an order, too: its check may take an hour and find a mistake
+                    _take_on(supervisor, to_start, directory)
+
+            loop.add_signal_handler(MORE_SIGNAL, on_order)
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal; `nohup` ignores it
                 loop.add_signal_handler(signal.SIGHUP, stopping.set)
-            await supervise(supervisor, stopping, emit)
+            try:
+                await supervise(supervisor, stopping, emit, again.wanted)
+            finally:
+                await again.close()
+            if stopping.is_set() and is_ordered(directory.restart):
+                refuse(directory.restart, "it was told to end meanwhile")
+            return again.wanted.is_set() and not stopping.is_set()  # a signal has the last word
 
-        try:
-            run(main)
-        except StartError as error:
-            # To the file alone: the command itself says it on stderr.
-            file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, error.message, (), None))
-            raise
-        except Exception:
-            # In the background nothing else would keep what went wrong.
-            file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
-            raise
+        with _failures_in(file, directory):
+            with headers_read_once():
+                plan, mend = plan_of(to_start, directory)
+            if (event := plan_event(to_start.manifest, directory.plan)) is not None:
+                emit(event)
+            return run(main)
+
+
+@contextlib.contextmanager
+def _failures_in(file: logging.Handler, directory: StateDir) -> Iterator[None]:
+    """Note a failure in the supervisor's log, and for a `relayline restart` that waits: the command itself says it on
+    stderr, which may be a closed terminal.
+    """
+    try:
+        yield
+    except RelaylineError as error:
+        if is_ordered(directory.restart):
+            refuse(directory.restart, error.message)
+        file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, error.message, (), None))
+        raise
+    except Exception:
+        # In the background nothing else would keep what went wrong.
+        file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
+        raise
 
 
 def _take_on(supervisor: Supervisor, to_start: Launch, directory: StateDir) -> None:
@@ -212,9 +255,9 @@ def _take_on(supervisor: Supervisor, to_start: Launch, directory: StateDir) -> N
     supervisor.take_on(plan.stages)
 
 
-async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit) -> None:
-    """Start, tell that it is ready, watch, end. Raises StartError."""
-    stop = asyncio.ensure_future(stopping.wait())
+async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit, *others: asyncio.Event) -> None:
+    """Start, tell that it is ready, watch, end at one of the events. Raises StartError."""
+    stop = asyncio.ensure_future(first_of(*(asyncio.ensure_future(event.wait()) for event in (stopping, *others))))
     starting = asyncio.ensure_future(supervisor.start())
     try:
         await first_of(starting, stop)

@@ -18,7 +18,7 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.units import GIB
 
 if TYPE_CHECKING:
-    from relayline.coordinator.joining.config import JoinConfig, PoolState
+    from relayline.coordinator.joining.config import JoinConfig, OpenUnread, PoolState
     from relayline.coordinator.joining.hosts import ReadShape
     from relayline.deploy.manifest import Manifest
     from relayline.deploy.models.recut import Cut
@@ -143,6 +143,8 @@ class ServedSplit:
     """Returns the model's sizes."""
     on_moved: Callable[[PoolState], None] | None
     """Keeps the holders and their layers."""
+    open_unread: OpenUnread | None
+    """Reads artifacts of a model whose weights are on the hub; None for one that is here."""
 
 
 def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
@@ -153,6 +155,7 @@ def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
     """
     from relayline.coordinator.model.gguf_file import open_model
     from relayline.coordinator.model.pipeline_file import load_pipeline
+    from relayline.deploy.models.hollow import opener
     from relayline.deploy.models.kept_layers import keeper, kept_split
     from relayline.deploy.models.model_source import local_model
 
@@ -164,5 +167,11 @@ def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
     directory, known = kept_split(kept, base, model, names)
     n_stages = len(load_pipeline(base, stages_here=False).stages)
     return ServedSplit(
-        directory, n_stages, known, cutter(model), shape_reader(model, given["lora"]), keeper(kept, base)
+        directory=directory,
+        n_stages=n_stages,
+        known=known,
+        cut_model=cutter(model),
+        read_shape=shape_reader(model, given["lora"]),
+        on_moved=keeper(kept, base),
+        open_unread=opener(model),
     )

@@ -1,4 +1,4 @@
-"""Checks of this machine's stages before anything is started: their devices, their directory of kept prefixes."""
+"""Checks of this machine's stages before anything is started: their names, devices, and directory of kept prefixes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
+from relayline.deploy.launch.log_files import SUPERVISOR
+from relayline.deploy.launch.supervisor import COORDINATOR
 from relayline.deploy.machine.gpus import HostDevice, known_devices
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.planning.shared import gpu_sharing
@@ -18,6 +20,13 @@ from relayline.wire.settings.table import EngineSettings
 log = logging.getLogger("relayline.up")
 
 Devices = Callable[[], Sequence[HostDevice] | None]
+
+
+def check_names(manifest: Manifest) -> None:
+    """Raise UsageError for a stage with the name that a process of every launch has."""
+    taken = next((stage.name for stage in manifest.members if stage.name in (SUPERVISOR, COORDINATOR)), None)
+    if taken is not None:
+        raise UsageError(f"no stage can be named {taken!r}: relayline's own logs have that name; rename the stage")
 
 
 def check_stage_devices(manifest: Manifest, devices: Devices = known_devices) -> None:

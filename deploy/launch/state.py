@@ -9,7 +9,7 @@ has a file for each pipeline that was given another directory. It holds:
 * `layers.json`: the layers after a move.
 * `plan.json`: who got which layers and why.
 * `more.json`: the manifest with stages that were added while it served.
-* `restart.json`: of a gateway, the pipelines that are to be started again, one after the other.
+* `restart.json`: the order to start again; of a gateway, its pipelines that are to, one after the other.
 * `keys`: of a gateway, where its file of API keys is.
 * `tls/`: material of a manifest that needs TLS and names no directory.
 * `join/`: join tokens that the launcher made.
@@ -101,6 +101,14 @@ class LaunchState(msgspec.Struct, frozen=True):
     """When it entered the phase, on the machine's monotonic clock; 0: not known."""
     certificate: str = ""
     """The file of the certificate that its API shows, absolute; empty: no HTTPS."""
+    starts_again: bool = False
+    """Whether its supervisor knows `relayline restart`: that of an older relayline does not, nor do other commands."""
+
+    @property
+    def shown_url(self) -> str:
+        """The URL of its API that people are shown."""
+        records = (record for record in self.processes if record.role == "coordinator")
+        return url_to_show(self.url, next((record.address for record in records), ""))
 
     @property
     def supervisor(self) -> ProcessId:
@@ -213,6 +221,11 @@ class StateDir:
     def log(self, process: str) -> Path:
         """Return the log file of a process."""
         return self.logs / f"{process}.log"
+
+
+def url_to_show(url: str, reached: str) -> str:
+    """Return the URL to connect to: `reached` if that is known, for one of every interface is none."""
+    return reached or url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def find_running(state_dir: Path | None, asked: str) -> list[tuple[StateDir, LaunchState]]:

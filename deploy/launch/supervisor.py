@@ -94,7 +94,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         arguments = self._serve_arguments(plan.http, plan.join, plan.enrol)
         self._coordinator = self._kept(COORDINATOR, arguments, self._on_event)
-        self._waiting = Waiting([stage.name for stage in plan.stages] if plan.remote else ())
+        self._waiting = Waiting([stage.name for stage in plan.stages], tells_members=bool(plan.remote))
         self._stages: dict[str, _Kept] = {}
         self._remote_processes: dict[str, str] = {}  # stage of another host -> the incarnation name of its last process
 

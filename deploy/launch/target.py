@@ -6,7 +6,8 @@ from pathlib import Path
 
 from relayline.deploy.manifest.load import KINDS
 from relayline.deploy.manifest.model import API_VERSION, HUB_SCHEME
-from relayline.deploy.models.model_source import is_hub_name, is_pattern
+from relayline.deploy.models.hub_reference import is_hub_name
+from relayline.deploy.models.model_source import is_pattern
 from relayline.wire.common.errors import UsageError
 
 MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")

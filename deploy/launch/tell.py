@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from relayline.deploy.launch.inviting import for_a_while
+from relayline.deploy.launch.state import ProcessRecord, url_to_show
+from relayline.wire.common.phase import HostState
 from relayline.wire.common.texts import named_layers
 from relayline.wire.links.security import host_of, is_loopback
 
 QUESTION = "What does shutil.copytree do?"  # the bundled model knows nothing but Python's documentation
+DOCUMENTS = ("It copies a directory with all that is in it.", "It removes a file.")
 BEGINNING = "def factorial(n):\n"
 ENDING = "Ctrl-C ends it; `relayline up --detach` runs in the background"
 
@@ -34,6 +38,15 @@ def line_of(event: dict[str, Any], *, as_json: bool, is_here: bool = False) -> s
             return str(event.get("message", event))
 
 
+def lines_for_hosts(records: Iterable[ProcessRecord], shown: set[str], *, as_json: bool) -> Iterator[str]:
+    """Yield the lines for hosts that a starting pipeline waits for. `shown`: the commands that had theirs before."""
+    for record in records:
+        if record.command and record.state is HostState.WAITING and record.command not in shown:
+            shown.add(record.command)
+            told = {"event": "remote", "name": record.name, "host": record.host, "command": record.command}
+            yield line_of({**told, "bring": "", "again": record.has_joined}, as_json=as_json)
+
+
 def _ready_line(event: dict[str, Any]) -> str:
     """Return where clients connect and what to try; with stages on other hosts also whether they can from there."""
     reached, note = event.get("clients"), ""
@@ -41,7 +54,7 @@ def _ready_line(event: dict[str, Any]) -> str:
         port = event["url"].rpartition(":")[2]
         note = f" (only for this machine; `--http 0.0.0.0:{port}` lets other hosts in)"
     lines = [f"ready: {reached or event['url']}/v1{note}", f"page:  {_address(event)}/", "try it:"]
-    if event.get("chat", True) and event.get("role") != "gateway":
+    if event.get("chat", True) and not event.get("ranks") and event.get("role") != "gateway":
         lines.append("  relayline chat")
     if asleep := event.get("asleep"):
         lines.insert(0, f"asleep, because {event['awake_max']} may be awake at once: {', '.join(asleep)}")
@@ -49,19 +62,21 @@ def _ready_line(event: dict[str, Any]) -> str:
 
 
 def _address(event: dict[str, Any]) -> str:
-    """Return the URL to connect to, which one of every interface is not."""
-    return str(event.get("clients") or event["url"].replace("//0.0.0.0:", "//127.0.0.1:"))
+    return url_to_show(event["url"], event.get("clients") or "")
 
 
 def curl_of(event: dict[str, Any]) -> str:
     """Return a command that asks a pipeline which is ready something that most models can answer."""
     address = _address(event)
     unchecked = "k" if address.startswith("https:") and is_loopback(host_of(address.partition("//")[2])) else ""
-    words = ["curl", f"-s{unchecked}", f"{address}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
+    route = "rerank" if event.get("ranks") else "chat/completions" if event.get("chat", True) else "completions"
+    words = ["curl", f"-s{unchecked}", f"{address}/v1/{route}"]
     if event.get("needs_key"):
         words += ["-H", "Authorization: Bearer KEY"]
     body: dict[str, Any] = {"model": event["model"], "temperature": 0}
-    if event.get("chat", True):
+    if event.get("ranks"):
+        body = {"model": event["model"], "query": QUESTION, "documents": list(DOCUMENTS)}
+    elif event.get("chat", True):
         body["messages"] = [{"role": "user", "content": QUESTION}]
     else:
         body |= {"prompt": BEGINNING, "max_tokens": 48}

@@ -24,13 +24,17 @@ class _Fetch:
     began_s: float
     began_bytes: int
     shown_s: float
+    trouble: str = ""  # that a line has told, unless bytes have come since
 
 
 class Waiting:
     """The stages of one launch until all of them serve."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """Take the stages' names in layer order."""
+    def __init__(self, names: Sequence[str], *, tells_members: bool = True) -> None:
+        """Take the stages' names in layer order. `tells_members`: whether some are on other hosts, where people start
+        them.
+        """
+        self._tells_members = tells_members
         self._states = dict.fromkeys(names, HostState.WAITING)
         self._fetches: dict[str, _Fetch] = {}
         self._shown: tuple[str, ...] = ()  # the members that the last line was about
@@ -43,13 +47,13 @@ class Waiting:
         if self.is_over or name not in self._states:
             return []
         self._states[name] = HostState(event["state"])
-        events = self._members() + self._fetch(name, event.get("done_bytes", 0), event.get("total_bytes", 0), now_s)
+        events = self._members() + self._fetch(name, event, now_s)
         self.is_over = all(state in (HostState.READY, *RESTING) for state in self._states.values())
         return events
 
     def _members(self) -> list[dict[str, Any]]:
         joined = tuple(name for name, state in self._states.items() if state in _JOINED)
-        if joined == self._shown:
+        if joined == self._shown or not self._tells_members:
             return []
         self._shown = joined
         missing = [name for name in self._states if name not in joined]
@@ -58,24 +62,42 @@ class Waiting:
             text += f", waiting for {', '.join(missing)}"
         return [{"event": "waiting", "joined": list(joined), "missing": missing, "message": text}]
 
-    def _fetch(self, name: str, done_bytes: int, total_bytes: int, now_s: float) -> list[dict[str, Any]]:
+    def _fetch(self, name: str, event: dict[str, Any], now_s: float) -> list[dict[str, Any]]:
+        done_bytes, total_bytes = event.get("done_bytes", 0), event.get("total_bytes", 0)
+        trouble = event.get("trouble", "")
         if self._states[name] is not HostState.FETCHING or not total_bytes:
             self._fetches.pop(name, None)
             return []
         fetch = self._fetches.get(name)
         if fetch is None:
-            self._fetches[name] = _Fetch(now_s, done_bytes, now_s)
-            return []  # most are over before there is anything to say
-        if now_s - fetch.shown_s < FETCH_LINE_EVERY_S or done_bytes >= total_bytes:
+            fetch = self._fetches[name] = _Fetch(now_s, done_bytes, now_s)  # most end before there is anything to say
+        is_soon = now_s - fetch.shown_s < FETCH_LINE_EVERY_S
+        if trouble:  # the first one is told at once, another one not before its time, and the same one only once
+            fetch.began_s, fetch.began_bytes = now_s, done_bytes  # the rate counts from the end of the trouble on
+            is_told = trouble == fetch.trouble or (is_soon and fetch.trouble != "")
+        else:
+            is_told = is_soon or now_s - fetch.began_s < FETCH_LINE_EVERY_S
+        if is_told or done_bytes >= total_bytes:
             return []
-        fetch.shown_s = now_s
-        rate = (done_bytes - fetch.began_bytes) / (now_s - fetch.began_s)
-        text = f"{name} fetches its layers: {done_bytes / GB:.2f} of {total_bytes / GB:.2f} GB"
+        fetch.shown_s, fetch.trouble = now_s, trouble
+        rate = 0.0 if trouble else (done_bytes - fetch.began_bytes) / (now_s - fetch.began_s)
+        text = f"{name} fetches its layers: {fetched_text(done_bytes, total_bytes)}"
+        text += f"; {waits_text(trouble)}" if trouble else ""
         left_s = (total_bytes - done_bytes) / rate if rate > 0 else None
         if left_s is not None:
             text += f", {rate / MB:.0f} MB/s, {time_text(left_s)} left"
         return [{"event": "fetch", "name": name, "done_bytes": done_bytes, "total_bytes": total_bytes,
-                 "left_s": left_s, "message": text}]  # fmt: skip
+                 "left_s": left_s, "trouble": trouble, "message": text}]  # fmt: skip
+
+
+def fetched_text(done_bytes: int, total_bytes: int) -> str:
+    """Return how far a fetch is: `1.20 of 3.40 GB`."""
+    return f"{done_bytes / GB:.2f} of {total_bytes / GB:.2f} GB"
+
+
+def waits_text(trouble: str) -> str:
+    """Return why a fetch does not get on."""
+    return f"nothing comes just now: {trouble}"
 
 
 def time_text(seconds: float) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import plistlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RESTART_S = 5  # between an end and the next start; a stage that cannot start is not tried without a pause
@@ -44,9 +44,20 @@ class Unit:
 
 
 def systemd_unit(
-    name: str, command: Sequence[str], description: str, home: Path, *, is_system: bool, user: str
+    name: str,
+    command: Sequence[str],
+    description: str,
+    home: Path,
+    *,
+    is_system: bool,
+    user: str,
+    variables: Mapping[str, str] | None = None,
+    private: Path | None = None,
 ) -> Unit:
-    """Return a unit of systemd; `home` is this user's home directory. A system's unit runs as `user`."""
+    """Return a unit of systemd; `home` is this user's home directory. A system's unit runs as `user`.
+
+    `variables`: the service's, besides those of its system. `private`: a file with more of them.
+    """
     unit = f"relayline-{name}"
     directory = Path("/etc/systemd/system") if is_system else home / ".config" / "systemd" / "user"
     lines = [
@@ -58,6 +69,8 @@ def systemd_unit(
         f"StartLimitBurst={STARTS_MAX}",
         "",
         "[Service]",
+        *(f"Environment={_assignment(key, value)}" for key, value in (variables or {}).items()),
+        *([f"EnvironmentFile={_no_percent(str(private))}"] if private else []),
         f"ExecStart={' '.join(map(systemd_word, command))}",
         "Restart=on-failure",
         f"RestartSec={RESTART_S}",
@@ -84,8 +97,17 @@ def systemd_unit(
     )
 
 
-def launchd_unit(name: str, command: Sequence[str], home: Path, *, is_system: bool, user: str, user_id: int) -> Unit:
-    """Return a property list of launchd; a system's daemon runs as `user`."""
+def launchd_unit(
+    name: str,
+    command: Sequence[str],
+    home: Path,
+    *,
+    is_system: bool,
+    user: str,
+    user_id: int,
+    variables: Mapping[str, str] | None = None,
+) -> Unit:
+    """Return a property list of launchd; a system's daemon runs as `user`. `variables` as of `systemd_unit`."""
     unit = f"relayline-{name}"
     label = f"dev.{unit}"
     directory = Path("/Library/LaunchDaemons") if is_system else home / "Library" / "LaunchAgents"
@@ -100,6 +122,8 @@ def launchd_unit(name: str, command: Sequence[str], home: Path, *, is_system: bo
         "StandardOutPath": str(log),
         "StandardErrorPath": str(log),
     }
+    if variables:
+        facts["EnvironmentVariables"] = dict(variables)
     if is_system:
         facts["UserName"] = user
     domain = "system" if is_system else f"gui/{user_id}"
@@ -118,6 +142,12 @@ def systemd_word(word: str) -> str:
     """Return one argument as ExecStart takes it: `%` and `$` mean something there, and so do quotes and spaces."""
     escaped = _no_percent(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
     return escaped if escaped and not any(char.isspace() or char in "\"'\\;" for char in escaped) else f'"{escaped}"'
+
+
+def _assignment(name: str, value: str) -> str:
+    """Return a variable as Environment takes it: `$` means nothing there."""
+    escaped = _no_percent(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{name}={escaped}"'
 
 
 def _no_percent(text: str) -> str:

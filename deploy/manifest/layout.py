@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from relayline.deploy.manifest.stage import Stage
 from relayline.stage.joining.usual_port import STAGE_PORT as STAGE_PORT
-from relayline.wire.common.texts import named_layers
+from relayline.wire.common.texts import counted, named_layers
 
 METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
 
@@ -88,9 +88,8 @@ def check_layers(stages: Sequence[Stage]) -> None:
         if n_auto == 0 and left > 0:
             raise StageError(index, "layers", f"no stage holds {named_layers(end, start)} {where}; start at {end}")
         if left < n_auto:
-            raise StageError(
-                index, "layers", f"{n_auto} auto stages have to share {left} layers {where}; each needs at least one"
-            )
+            share = f"{counted(n_auto, 'auto stage has', 'auto stages have')} to share {counted(left, 'layer')}"
+            raise StageError(index, "layers", f"{share} {where}; each needs at least one")
         end, n_auto, before = next_end, 0, stage.name
 
 

@@ -16,6 +16,7 @@ from relayline.deploy.manifest.model import API_VERSION, AUTO_PROJECTOR, HUB_SCH
 from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import counted
 from relayline.wire.model_files.adapter_texts import placed
 from relayline.wire.model_files.gguf_header import MAGIC
 from relayline.wire.settings.table import KEPT_DIRECTORIES
@@ -130,7 +131,7 @@ def _refusal(complaints: list[Complaint], name: str) -> ManifestError:
     shown = sorted(set(complaints))
     lines = [f"{name}:{complaint.line}: {complaint.message}" for complaint in shown[:COMPLAINTS_MAX]]
     if len(shown) > COMPLAINTS_MAX:
-        lines.append(f"{name}: {len(shown) - COMPLAINTS_MAX} more mistakes")
+        lines.append(f"{name}: {counted(len(shown) - COMPLAINTS_MAX, 'more mistake')}")
     return ManifestError(lines)
 
 
@@ -211,7 +212,8 @@ def _wrong_value(error: ErrorDetails) -> str:
     limits = error.get("ctx", {})
     limit = next((limits[key] for key in ("ge", "gt", "le", "lt", "min_length", "max_length") if key in limits), "")
     problem = _WRONG_VALUES.get(error["type"], error["msg"]).format(limit)
-    return f"{problem}, not {_shown(error['input'])}"
+    example = ", such as {path: model.gguf}" if error["loc"][-1] == "model" and problem.endswith("a mapping") else ""
+    return f"{problem}{example}, not {_shown(error['input'])}"
 
 
 def _is_echo(error: ErrorDetails) -> bool:

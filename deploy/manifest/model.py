@@ -53,11 +53,16 @@ class Model(Part):
     """hf://org/repo/path/file.gguf, with @revision if not the default branch; the first file of a sharded model."""
     sha256: Sha256 | None = None
     """Of the named file, in lower-case hexadecimal; the coordinator refuses another one."""
+    download: Literal["whole", "layers"] = "whole"
+    """How a model of the hub comes here. `whole`: the coordinator's machine downloads and splits it. `layers`: it reads
+    the header, and each stage gets its own layers from the hub through the coordinator, which keeps none of them."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
         if (self.path is None) == (self.hf is None):
             raise ValueError("give either `path` (a GGUF file) or `hf` (hf://org/repo/file.gguf), and only one of them")
+        if self.path is not None and self.download == "layers":
+            raise ValueError("`download: layers` is for a model of the hub, given as `hf` and not as `path`")
         return self
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
 from relayline.deploy.manifest.starter import pipeline_name
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import counted
 from relayline.wire.settings.setting import entries, entry_of
 from relayline.wire.settings.table import TABLES, EngineSettings
 
@@ -66,9 +67,8 @@ def with_stages(manifest: Manifest, flags: StageFlags, n_layers: int) -> Manifes
     listed = not isinstance(manifest.spec.stages, int)
     asked = len(flags.cuts) + 1 if flags.cuts is not None else flags.n_stages
     if listed and asked not in (None, len(manifest.stages)):
-        raise UsageError(
-            f"the manifest lists {len(manifest.stages)} stages, but the flags ask for {asked}; change the manifest"
-        )
+        lists = f"the manifest lists {counted(len(manifest.stages), 'stage')}"
+        raise UsageError(f"{lists}, but the flags ask for {asked}; change the manifest")
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
     if listed or asked is None:
         stages = [stage.model_dump(mode="json", by_alias=True, exclude_none=True) for stage in manifest.stages]

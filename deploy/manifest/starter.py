@@ -42,6 +42,8 @@ class ModelChoice:
     """Its form in the manifest."""
     about: str
     """One line for a comment: a description, or a hint."""
+    is_on_hub: bool = False
+    """Whether `path` is an hf:// reference."""
 
 
 def pipeline_name(model_path: str) -> str:
@@ -67,8 +69,8 @@ def starter_text(machine: MachineFacts, model: ModelChoice, schema: str, hosts: 
         n_cores=machine.n_cores,
         memory_gib=f"{machine.memory_gib:.1f}",
         gpu="layers may go to a GPU" if machine.has_gpu_build else "no GPU in this build of llama.cpp",
-        name=pipeline_name(model.path),
-        model_path=json.dumps(model.path, ensure_ascii=False),
+        name=pipeline_name(model.path.partition("@")[0] if model.is_on_hub else model.path),
+        source=(_ON_HUB if model.is_on_hub else _HERE).format(json.dumps(model.path, ensure_ascii=False)),
         about=model.about,
         stages=stages,
     )
@@ -89,6 +91,16 @@ def _stage(place: StageHost, n_threads: int, memory_gib: float, *, on_gpu: bool)
     return "\n".join([*lines, ""])
 
 
+_HERE = """\
+    path: {}
+    # hf: hf://org/repo/file.gguf        # instead of path: from the Hugging Face hub
+    # download: layers                   # with hf: each stage gets its own layers, and no machine the whole model
+"""
+_ON_HUB = """\
+    hf: {}
+    # download: layers                   # each stage gets its own layers, and no machine the whole model
+    # path: model.gguf                   # instead of hf: a file here
+"""
 _TEMPLATE = """\
 # yaml-language-server: $schema={schema}
 # Made by `relayline init` on a machine with {n_cores} cores and {memory_gib} GiB; {gpu}.
@@ -102,9 +114,7 @@ metadata:
 spec:
   model:
     # {about}
-    path: {model_path}
-    # hf: hf://org/repo/file.gguf        # instead of path: from the Hugging Face hub
-    # sha256: ...                        # refuse any other file
+{source}    # sha256: ...                        # refuse any other file
 
   # context:
   #   tokens: 8192             # per stream, prompt and answer together; default: as the model and the memory allow

@@ -10,23 +10,28 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from relayline.wire.common.errors import ModelFileError
 
+EXPIRED = (400, 401, 403, 410)  # statuses of a signed address that was good, from the several kinds of stores
+FRUITLESS_MAX = 2  # addresses in a row that bring no byte
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's ETag of a large file
 
 
 def load_blob(repo: str, file: str, revision: str) -> None:
     """Load a file of a repository unless it is in the cache.
 
-    Shows a bar on stderr. Does nothing if the hub cannot be asked for the file, or refuses it: the next caller gets the
-    reason. Raises ModelFileError for other content than the hub promised, and huggingface_hub's errors.
+    An address may expire before all is here. Then the hub is asked for another one. Shows a bar on stderr.
+
+    Does nothing if the hub cannot be asked for the file, or refuses it: the next caller gets the reason. Raises
+    ModelFileError for other content than the hub promised, and huggingface_hub's errors.
     """
     from huggingface_hub import constants, file_download
+    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import build_hf_headers
 
     url, headers = file_download.hf_hub_url(repo, file, revision=revision or None), build_hf_headers()
@@ -41,13 +46,39 @@ def load_blob(repo: str, file: str, revision: str) -> None:
         return
     if facts.size > constants.MAX_HTTP_DOWNLOAD_SIZE:  # by the hub's Xet protocol alone, which huggingface_hub speaks
         return
-    if urlsplit(facts.location).netloc != urlsplit(url).netloc:
-        headers.pop("authorization", None)  # the token is for the hub, not for those who store its files
     blobs.mkdir(parents=True, exist_ok=True)
     with _partial(blobs / f"{facts.etag}.relayline") as partial:
-        if not (blobs / facts.etag).exists():  # another process may have downloaded it in the meantime
-            _fill(partial, facts, headers, file)
-            os.replace(partial.name, blobs / facts.etag)
+        n_fruitless = 0
+        while not (blobs / facts.etag).exists():  # another process may have downloaded it in the meantime
+            n_before = _size_bytes(partial)
+            try:
+                _fill(partial, facts, headers_at(facts.location, url, headers), file)
+                os.replace(partial.name, blobs / facts.etag)
+            except HfHubHTTPError as error:
+                n_fruitless = 0 if _size_bytes(partial) > n_before else n_fruitless + 1
+                if error.response.status_code not in EXPIRED or n_fruitless == FRUITLESS_MAX:
+                    raise
+                again = file_download.get_hf_file_metadata(url, headers=headers)
+                if (again.etag, again.size) != (facts.etag, facts.size):
+                    raise
+                facts = again
+
+
+def headers_at(location: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return a request's headers for the address at which the hub says that a file is.
+
+    The token is for the hub, not for those who store its files. `url`: where the hub was asked.
+    """
+    from huggingface_hub import constants
+
+    known = {_origin(each) for each in (url, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_HOME)}
+    is_hub = _origin(location) in known
+    return {name: value for name, value in headers.items() if is_hub or name.lower() != "authorization"}
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").lower(), parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 @contextlib.contextmanager
@@ -61,7 +92,7 @@ def _partial(path: Path) -> Iterator[BinaryIO]:
 def _fill(partial: BinaryIO, facts: Any, headers: dict[str, str], name: str) -> None:
     from huggingface_hub import file_download
 
-    n_bytes = os.fstat(partial.fileno()).st_size
+    n_bytes = _size_bytes(partial)
     if n_bytes > facts.size:
         partial.truncate(n_bytes := 0)
     if n_bytes < facts.size:
@@ -78,6 +109,11 @@ def _fill(partial: BinaryIO, facts: Any, headers: dict[str, str], name: str) -> 
     if _SHA256.fullmatch(facts.etag) and _sha256_of(Path(partial.name)) != facts.etag:
         os.unlink(partial.name)
         raise ModelFileError(f"{name}: damaged on the way: its sha256 is not the hub's; download it again")
+
+
+def _size_bytes(file: BinaryIO) -> int:
+    file.flush()
+    return os.fstat(file.fileno()).st_size
 
 
 def _sha256_of(path: Path) -> str:

@@ -11,61 +11,21 @@ loaded.
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import glob
-import logging
 import os
 import re
 from pathlib import Path
-from typing import NoReturn
 
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
 from relayline.deploy.manifest.model import HUB_SCHEME
-from relayline.deploy.models.hub_choice import SHARD, chosen_file, models_among, projector_among
-from relayline.deploy.models.hub_download import load_blob
+from relayline.deploy.models.hub_choice import SHARD, models_among, projector_among
+from relayline.deploy.models.hub_files import load_file, names_on_hub, with_file
+from relayline.deploy.models.hub_reference import HubFile, is_hub_name, parse_reference
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.common.file_hash import sha256_of
-from relayline.wire.common.places import home
 
-_DISK_ERRORS = frozenset(
-    (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
-)
 MODELS_SHOWN = 8  # of a directory that holds several
-SHARDS_MAX = 4_096  # as many as a sharded set may have, see coordinator.model.gguf_file
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_REFERENCE = re.compile(r"hf://([^/@]+)/([^/@]+)/([^@]+\.gguf)(?:@(.+))?")
-_REPOSITORY = re.compile(rf"(?:hf://)?({_NAME}/{_NAME})(?::([A-Za-z0-9_.-]+))?(?:@([^@\s]+))?")
-_RETRIES_MODULE = "_http"  # of huggingface_hub, which logs every attempt
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-log = logging.getLogger("relayline.up")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HubFile:
-    """One file of a repository on the hub."""
-
-    repo: str  # ORG/NAME
-    file: str  # path inside the repository; empty: chosen by `quant`
-    revision: str = ""  # branch, tag or commit; empty is the repository's main branch
-    quant: str = ""  # the quantisation that is wanted; empty: the usual one
-
-    def shards(self) -> list[str]:
-        """Return the files that make up the model, the first shard first. Raises UsageError for an impossible set."""
-        named = SHARD.fullmatch(self.file)
-        if named is None:
-            return [self.file]
-        stem, number, count = named[1], int(named[2]), int(named[3])
-        if not 1 <= number <= count <= SHARDS_MAX:
-            raise UsageError(f"{self.file}: shard {number} of {count} cannot be")
-        return [f"{stem}-{index:05d}-of-{count:05d}.gguf" for index in range(1, count + 1)]
-
-
-def is_hub_name(text: str) -> bool:
-    """Return whether a text can name a repository of the hub, as ORG/NAME[:QUANT]."""
-    found = _REPOSITORY.fullmatch(text)
-    return found is not None and not found[1].endswith(".gguf")
 
 
 def is_on_hub(reference: str) -> bool:
@@ -82,19 +42,6 @@ def check_here(reference: str) -> None:
 def is_pattern(text: str) -> bool:
     """Return whether a text is a pattern of files, as *.gguf."""
     return glob.has_magic(text)
-
-
-def parse_reference(reference: str) -> HubFile:
-    """Read hf://ORG/REPO/FILE.gguf[@REVISION], or [hf://]ORG/REPO[:QUANT][@REVISION]. Raises UsageError."""
-    found = _REFERENCE.fullmatch(reference)
-    if found is not None and not any(part in ("", ".", "..") for part in found[3].split("/")):
-        return HubFile(f"{found[1]}/{found[2]}", found[3], found[4] or "")
-    named = _REPOSITORY.fullmatch(reference)
-    if named is None or found is not None or named[1].endswith(".gguf"):
-        raise UsageError(
-            f"{reference!r} is not a model on the hub; write hf://ORG/REPO/FILE.gguf, hf://ORG/REPO or hf://ORG/REPO:QUANT"
-        )
-    return HubFile(named[1], "", named[3] or "", named[2] or "")
 
 
 def resolve_model(reference: str, sha256: str = "") -> Path:
@@ -122,7 +69,7 @@ def resolve_projector(reference: str, model: Path) -> Path:
         source = parse_reference(reference)
         if not (name := projector_among(names_on_hub(source))):
             raise ModelFileError(f"{HUB_SCHEME}{source.repo}: it holds no projector (mmproj*.gguf); name one as a file")
-        return _load(source, name, source.revision)
+        return load_file(source, name, source.revision)
     folders = [model.parent]
     if "snapshots" in model.parts[:-2]:  # of the hub's cache: a repository may keep models in folders
         folders.append(Path(*model.parts[: model.parts.index("snapshots") + 2]))
@@ -199,134 +146,15 @@ def _check(path: Path, sha256: str) -> None:
         raise ModelFileError(f"{path}: its sha256 is {found}, not {sha256}; it is another file, or damaged")
 
 
-def with_file(model: HubFile) -> HubFile:
-    """Return the model with the name of its file, chosen by its quantisation. Raises ModelFileError."""
-    if model.file:
-        return model
-    return dataclasses.replace(model, file=chosen_file(names_on_hub(model), model.quant, f"{HUB_SCHEME}{model.repo}"))
-
-
 def _from_hub(model: HubFile) -> Path:
     model = with_file(model)
     files = model.shards()
-    first = _load(model, files[0], model.revision)
+    first = load_file(model, files[0], model.revision)
     # A branch may move while a large set loads; the rest comes from the commit that the first shard came from.
     commit = _commit_of(first) or model.revision
     for file in files[1:]:
-        _load(model, file, commit)
+        load_file(model, file, commit)
     return first
-
-
-class _HubLines(logging.Handler):
-    """Passes on what huggingface_hub logs, but says only once that it tries again: it logs two lines an attempt."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._is_said = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Pass on a record."""
-        if record.module != _RETRIES_MODULE:
-            log.log(record.levelno, "%s", record.getMessage())
-        elif not self._is_said:
-            self._is_said = True
-            log.warning("the hub does not answer; trying again for up to half a minute")
-
-
-def set_up_hub() -> None:
-    """Prepare huggingface_hub: the place of its cache, before it is imported, and its log."""
-    if not os.environ.get("XDG_CACHE_HOME"):
-        # For a user without a home directory it keeps "~" as a plain name, a folder in the current directory.
-        os.environ.setdefault("HF_HOME", str(home() / ".cache" / "huggingface"))
-    import huggingface_hub.utils.logging  # noqa: F401  # gives its log a handler, which is replaced here
-
-    hub_log = logging.getLogger("huggingface_hub")
-    if not any(isinstance(handler, _HubLines) for handler in hub_log.handlers):
-        hub_log.handlers[:] = [_HubLines()]
-        hub_log.propagate = False
-
-
-def names_on_hub(model: HubFile) -> list[str]:
-    """Return the files of a repository; those that are here already where the hub cannot be asked.
-
-    Raises ModelFileError.
-    """
-    set_up_hub()
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        return list(huggingface_hub.HfApi().list_repo_files(model.repo, revision=model.revision or None))
-    except Exception as error:  # of the hub's client, of HTTP, of the system
-        is_answer = isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
-        if is_answer or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
-            explain_refusal(model, "", model.revision, error)
-        if kept := _kept_names(model):
-            return kept
-        raise ModelFileError(
-            f"{HUB_SCHEME}{model.repo}: the hub cannot be reached, and none of its models is here; "
-            "check the network and HF_HUB_OFFLINE"
-        ) from error
-
-
-def _kept_names(model: HubFile) -> list[str]:
-    """Return the files of a repository that are whole in the hub's cache."""
-    from huggingface_hub import constants
-
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{model.repo.replace('/', '--')}"
-    try:
-        commit = (repository / "refs" / (model.revision or "main")).read_text().strip()
-    except OSError:
-        commit = model.revision
-    snapshot = repository / "snapshots" / commit
-    if not commit or not snapshot.is_dir():
-        return []
-    return sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf") if path.exists())
-
-
-def _load(model: HubFile, file: str, revision: str) -> Path:
-    set_up_hub()
-    import huggingface_hub  # here, because it is slow to import and most models are files
-
-    try:
-        load_blob(model.repo, file, revision)
-        found = huggingface_hub.hf_hub_download(model.repo, file, revision=revision or None)
-    except ModelFileError:
-        raise
-    except Exception as error:  # the hub's client raises its own errors, and those of HTTP, the system and its helpers
-        explain_refusal(model, file, revision, error)
-    return Path(str(found))
-
-
-def explain_refusal(model: HubFile, file: str, revision: str, error: Exception) -> NoReturn:
-    """Raise what a failure of the hub's client, of HTTP or of the system means for the user: ModelFileError, or
-    UsageError for a name that cannot be one.
-    """
-    from huggingface_hub import errors
-
-    where = f"{HUB_SCHEME}{model.repo}/{file}".rstrip("/")
-    if isinstance(error, errors.GatedRepoError):
-        text = f"{where}: its authors must grant access; ask on its page, then set HF_TOKEN"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        text = f"{where}: there is no such repository, or it is private; check the name, or set HF_TOKEN"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        text = f"{where}: the repository has no revision {revision!r}"
-    elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        text = f"{where}: not in the local cache, and the hub cannot be reached; check the network and HF_HUB_OFFLINE"
-    elif isinstance(error, errors.EntryNotFoundError):
-        text = f"{where}: the repository has no such file"
-    elif isinstance(error, errors.HFValidationError):
-        raise UsageError(f"{where}: {_first_line(error)}") from error
-    elif isinstance(error, OSError) and error.errno in _DISK_ERRORS:  # a lost connection is an OSError too
-        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        text = f"{where}: the download cannot be kept: {reason}; HF_HOME=DIRECTORY keeps downloads elsewhere"
-    else:
-        text = f"{where}: cannot be downloaded: {_first_line(error)}"
-    raise ModelFileError(text) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _commit_of(path: Path) -> str:

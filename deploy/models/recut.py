@@ -21,8 +21,17 @@ Cut = Callable[[tuple[int, ...]], Awaitable[Path]]
 
 
 def model_of(manifest: Manifest | None) -> Path | None:
-    """Return the model's file if the manifest names one here."""
-    return manifest.model_path if manifest is not None else None
+    """Return the model's file if the manifest names one here, or one of the hub by its layers.
+
+    Raises UsageError, ModelFileError.
+    """
+    if manifest is None:
+        return None
+    if manifest.spec.model.hf is not None and manifest.spec.model.download == "layers":
+        from relayline.deploy.models.hollow import hollow_model  # here, because most models are files
+
+        return hollow_model(manifest.spec.model.hf, manifest.spec.model.sha256 or "")
+    return manifest.model_path
 
 
 def cutter(model: Path | None) -> Cut | None:
@@ -32,7 +41,6 @@ def cutter(model: Path | None) -> Cut | None:
     """
     if model is None:
         return None
-
     full = str(model.absolute())
 
     async def cut(cuts: tuple[int, ...]) -> Path:

@@ -13,15 +13,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from relayline.coordinator.planner.costs import Costs
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.deploy.planning.report import Plan
+from relayline.deploy.tables import console_of_stdout, fitted
 from relayline.wire.common.errors import StartError, UsageError
-from relayline.wire.common.texts import layer_ranges
+from relayline.wire.common.texts import counted, layer_ranges, plural
 
+WHAT_CELLS = 12  # of a figure's name at least; longer ones take more lines
 FINE_SHARE, WORRY_SHARE = 0.15, 0.5  # off the plan: as good as right, and no longer explained by a busy machine
 
 
@@ -59,7 +60,7 @@ def compare(
     known = plan.prediction.rate(after["running"])
     if known is not None and not why_no_rate(plan, before, after, wall_s):
         measured = _generated(before, after) / wall_s
-        figures.append(Comparison(f"{known.n_streams} streams", "tok/s", known.tokens_per_s, measured))
+        figures.append(Comparison(counted(known.n_streams, "stream"), "tok/s", known.tokens_per_s, measured))
     return [*figures, *_of_bench(plan, bench)]
 
 
@@ -110,7 +111,9 @@ def _of_bench(plan: Plan, lines: list[dict[str, Any]]) -> list[Comparison]:
         known = plan.prediction.rate(int(line["load"])) if str(line["load"]).isdigit() else None
         if known is not None:
             measured = float(line["decode_tok_s"])
-            found.append(Comparison(f"{line['load']} streams", "tok/s", known.tokens_per_s, measured))
+            found.append(
+                Comparison(f"{line['load']} {plural(known.n_streams, 'stream')}", "tok/s", known.tokens_per_s, measured)
+            )
     return found
 
 
@@ -148,18 +151,19 @@ def verdict(figures: list[Comparison]) -> str:
     return f"worry: {off}. Look for other programs there or for too many threads, or measure with `plan --measure`."
 
 
-def show(figures: list[Comparison], console: Console) -> None:
+def show(figures: list[Comparison]) -> None:
     """Print the comparison as a table."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for heading in ("predicted", "measured", "measured/predicted"):
-        table.add_column(heading, justify="right")
-    for figure in figures:
-        table.add_row(
-            figure.what,
+    rows = [
+        [
+            escape(figure.what),
             f"{figure.predicted:.2f} {figure.unit}",
             f"{figure.measured:.2f} {figure.unit}",
             f"{figure.ratio:.2f}",
-        )
-    console.print(table)
+        ]
+        for figure in figures
+    ]
+    columns = ("", "predicted", "measured", "measured/predicted")
+    left_out = ("measured/predicted",)
+    console = console_of_stdout()
+    console.print(fitted(console.width, columns, rows, left_out=left_out, folds={"": WHAT_CELLS}, left=("",)))
     console.print(verdict(figures), soft_wrap=True, highlight=False)

@@ -301,10 +301,11 @@ def best_for(instance: Instance) -> Best:
     return best
 
 
-def cuts_for(manifest: Manifest, model_path: Path) -> tuple[int, ...]:
+def cuts_for(manifest: Manifest, model_path: Path, *, is_running: bool = False) -> tuple[int, ...]:
     """Return the best cuts for a manifest: the first layer of every stage but the first; () for one stage.
 
-    Ranges that the manifest gives are kept. Raises UsageError where nothing fits, ModelFileError.
+    Ranges that the manifest gives are kept. `is_running` as in `instance_of`. Raises UsageError where nothing fits,
+    ModelFileError.
     """
-    best = best_for(instance_of(manifest, inspect_model(model_path)))
+    best = best_for(instance_of(manifest, inspect_model(model_path), is_running=is_running))
     return tuple(start for start, _ in best.edges[1:])

@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from relayline.coordinator.joining.survey import HostReport
-from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.speed import Sample, Speed, from_samples
 from relayline.deploy.machine import facts as machine
 from relayline.deploy.manifest import Manifest, Stage
+from relayline.deploy.planning.measure import measured_key
 from relayline.wire.common.files import write_again
 from relayline.wire.common.places import state_dir
 
@@ -122,7 +122,7 @@ def _path(manifest: Manifest, stage: Stage, model_key: str) -> Path:
 
 def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
     """Return the known hosts of a manifest's stages and spares, by stage name. Raises ModelFileError."""
-    key, found = content_key(model), {}
+    key, found = measured_key(model), {}
     for stage in manifest.members:
         try:
             known = msgspec.json.decode(_path(manifest, stage, key).read_bytes(), type=KnownHost)
@@ -138,14 +138,14 @@ def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
 
 def forget_hosts(manifest: Manifest, model: Path) -> None:
     """Forget the measurements of a manifest's hosts with this model."""
-    key = content_key(model)
+    key = measured_key(model)
     for stage in manifest.members:
         _path(manifest, stage, key).unlink(missing_ok=True)
 
 
 def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport]) -> dict[str, KnownHost]:
     """Save the stages' reports on their hosts; returns them by stage name. A full disk is not an error."""
-    key, found = content_key(model), {}
+    key, found = measured_key(model), {}
     stages = {stage.name: stage for stage in manifest.members}
     for report in reports:
         stage = stages[report.who.name]
@@ -163,7 +163,7 @@ def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) 
 
     Stages with the head are left out, because the cost of their layers cannot be separated.
     """
-    key = content_key(model)
+    key = measured_key(model)
     for stage in manifest.members:
         known, sample = known_hosts(manifest, model).get(stage.name), served.get(stage.name)
         if known is not None and known.samples and sample is not None and not sample.head_bytes:

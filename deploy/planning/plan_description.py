@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from relayline.coordinator.model.cuts import ranges
-from relayline.coordinator.planner.costs import Costs, best_rate
+from relayline.coordinator.planner.costs import Edges
 from relayline.coordinator.planner.instance import Host, Instance
 from relayline.coordinator.planner.predict import predict
-from relayline.coordinator.planner.search import Edges
+from relayline.coordinator.planner.rates import rate_of
 from relayline.deploy.planning.busy import BOUNDED, BUSY_SLOWER_MAX
 from relayline.deploy.planning.known_hosts import KnownHost
-from relayline.wire.common.texts import named_layers
+from relayline.wire.common.texts import counted, named_layers
 from relayline.wire.common.units import GIB
 
 ROWS_COMPARED = 8  # of the step by which hosts are compared
@@ -27,11 +27,6 @@ def equal_cuts(instance: Instance) -> tuple[int, ...] | None:
     cuts = tuple(n_layers * at // n_stages for at in range(1, n_stages))
     is_legal = all(instance.model.is_allowed(start, end) for start, end in ranges(n_layers, cuts))
     return cuts if is_legal and len(set(cuts)) == len(cuts) else None
-
-
-def rate_of(instance: Instance, edges: Edges) -> float:
-    """Return the tokens per second that a split reaches with all the streams that it is planned for."""
-    return best_rate(Costs(instance), edges, instance.load.streams) * 1e9
 
 
 def describe_plan(instance: Instance, edges: Edges, known: Mapping[str, KnownHost]) -> dict[str, Any]:
@@ -60,11 +55,15 @@ def describe_plan(instance: Instance, edges: Edges, known: Mapping[str, KnownHos
     return {
         "from": "measured" if sources <= set(MEASURED) else "estimated" if "estimated" in sources else "declared",
         "streams": instance.load.streams,
-        "tok_s": round(rate_of(instance, edges), 2),
+        "tok_s": _per_s(instance, edges),
         "limit": rate.limit if rate is not None else "",
-        "equal_tok_s": None if cuts is None else round(rate_of(instance, ranges(instance.model.n_layers, cuts)), 2),
+        "equal_tok_s": None if cuts is None else _per_s(instance, ranges(instance.model.n_layers, cuts)),
         "stages": stages,
     }
+
+
+def _per_s(instance: Instance, edges: Edges) -> float:
+    return round(rate_of(instance, edges) * 1e9, 2)
 
 
 def _pace(instance: Instance) -> dict[str, float]:
@@ -108,7 +107,7 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
         first, end = stage["layers"]
         lines.append(f"  {stage['name']:<{width}}  {named_layers(first, end):<14} ({end - first})  {_why(stage)}")
     equal, rate = planned["equal_tok_s"], planned["tok_s"]
-    line = f"  about {rate:.4g} tok/s at {planned['streams']} streams"
+    line = f"  about {rate:.4g} tok/s at {counted(planned['streams'], 'stream')}"
     if equal:
         line += f"; equal shares would give {equal:.4g}"
     if planned["limit"]:
@@ -119,7 +118,7 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
 def _why(stage: Mapping[str, Any]) -> str:
     parts = []
     if stage.get("cores"):
-        parts.append(f"{stage['cores']} core{'s' * (stage['cores'] != 1)}")
+        parts.append(counted(stage["cores"], "core"))
     used, limit = stage["memory_bytes"] / GIB, stage["memory_limit_bytes"]
     memory = f"{used:.2f} GiB" if limit is None else f"{used:.2f} of {limit / GIB:.2f} GiB"
     parts.append(f"{memory}, which is its limit" if stage["is_full"] else memory)

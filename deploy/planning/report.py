@@ -6,15 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.memory import StageMemory, kv_cells, window_kv_cells
 from relayline.coordinator.planner.predict import PROMPT_TOKENS, ROWS_SHOWN, Prediction, RatePlan, StagePlan
 from relayline.coordinator.planner.search import Best
-from relayline.wire.common.texts import layer_range
+from relayline.deploy.tables import console_of_stdout, fitted
+from relayline.wire.common.texts import counted, layer_range
 from relayline.wire.common.units import GIB
+
+NAMES = {"stage": 10, "host": 9}  # columns of names, and cells that they have at least; longer ones take more lines
+WORDS_CELLS = 11  # of reasons likewise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     Keys, with those of nested objects in parentheses:
 
     * name, model, cuts, exact, lanes, ctx_tokens, streams, ttft_ms, ttft_prompt_tokens, advice, notes
-    * reachable_tok_s: at `streams`, with the best way to group
+    * reachable_tok_s: at `streams`, if the coordinator found the best way to group; `rates` has what it would choose
     * stages (index, name, host, layers [start, end), threads, step_ms by rows, speed_source)
     * of each stage in its host's memory: weights_bytes, kv_bytes, kv_tokens, compute_bytes, process_bytes,
       prefix_bytes, memory_bytes, memory_limit_bytes or null
@@ -88,7 +92,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "lanes": instance.load.n_lanes,
         "ctx_tokens": instance.load.ctx_tokens,
         "streams": instance.load.streams,
-        "reachable_tok_s": round(plan.best.rate * 1e9, 3),
+        "reachable_tok_s": round(plan.best.reachable * 1e9, 3),
         "stages": [_stage_json(plan, index, stage) for index, stage in enumerate(prediction.stages)],
         "rates": [_rate_json(rate) for rate in prediction.rates],
         "ttft_ms": round(prediction.ttft_ns / 1e6, 3),
@@ -182,92 +186,91 @@ def links_json(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: Plan) -> None:
     """Print the plan as tables."""
-    load = plan.instance.load
+    console, load = console_of_stdout(), plan.instance.load
     console.print(
-        f"{plan.name}: {plan.model}, {plan.instance.model.n_layers} layers over "
-        f"{len(plan.best.edges)} {'stage' if len(plan.best.edges) == 1 else 'stages'}; "
-        f"{load.n_lanes} lanes of {load.ctx_tokens:,} tokens, {load.kv_type} cache, {load.kv_layout}",
+        f"{plan.name}: {plan.model}, {counted(plan.instance.model.n_layers, 'layer')} over "
+        f"{counted(len(plan.best.edges), 'stage')}; "
+        f"{counted(load.n_lanes, 'lane')} of {load.ctx_tokens:,} tokens, {load.kv_type} cache, {load.kv_layout}",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_memory_table(plan.prediction.stages))
+    console.print(_memory_table(plan.prediction.stages, console.width))
     console.print()
-    console.print(_step_table(plan.prediction.stages))
+    console.print(_step_table(plan.prediction.stages, console.width))
     console.print()
-    console.print(_rate_table(plan))
+    console.print(_rate_table(plan, console.width))
     console.print()
     for line in _lines(plan):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _memory_table(stages: Sequence[StagePlan]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("stage", "host"):
-        table.add_column(heading)
+def _memory_table(stages: Sequence[StagePlan], width: int) -> Table:
     stores = any(stage.memory.prefix_bytes for stage in stages)
     prefixes = ("prefixes",) if stores else ()
-    for heading in ("layers", "weights", "KV cache", *prefixes, "buffers", "GiB in all", "of"):
-        table.add_column(heading, justify="right")
+    rows = []
     for stage in stages:
         memory = stage.memory
-        table.add_row(
-            stage.name,
-            stage.machine,
-            layer_range(*stage.layers),
-            f"{memory.weights_bytes / GIB:.2f}",
-            f"{memory.kv_bytes / GIB:.2f}",
-            *((f"{memory.prefix_bytes / GIB:.2f}",) if stores else ()),
-            f"{(memory.compute_bytes + memory.process_bytes) / GIB:.2f}",
-            f"{memory.total_bytes / GIB:.2f}",
-            _limit(stage.limit_bytes),
+        rows.append(
+            [
+                escape(stage.name),
+                escape(stage.machine),
+                layer_range(*stage.layers),
+                f"{memory.weights_bytes / GIB:.2f}",
+                f"{memory.kv_bytes / GIB:.2f}",
+                *((f"{memory.prefix_bytes / GIB:.2f}",) if stores else ()),
+                f"{(memory.compute_bytes + memory.process_bytes) / GIB:.2f}",
+                f"{memory.total_bytes / GIB:.2f}",
+                _limit(stage.limit_bytes),
+            ]
         )
         if memory.gpu is not None:
-            table.add_row(
-                "",
-                stage.gpu,
-                "",
-                f"{memory.gpu.weights_bytes / GIB:.2f}",
-                f"{memory.gpu.kv_bytes / GIB:.2f}",
-                *(("",) if stores else ()),
-                f"{memory.gpu.compute_bytes / GIB:.2f}",
-                f"{memory.gpu.total_bytes / GIB:.2f}",
-                _limit(stage.gpu_limit_bytes),
+            rows.append(
+                [
+                    "",
+                    escape(stage.gpu),
+                    "",
+                    f"{memory.gpu.weights_bytes / GIB:.2f}",
+                    f"{memory.gpu.kv_bytes / GIB:.2f}",
+                    *(("",) if stores else ()),
+                    f"{memory.gpu.compute_bytes / GIB:.2f}",
+                    f"{memory.gpu.total_bytes / GIB:.2f}",
+                    _limit(stage.gpu_limit_bytes),
+                ]
             )
-    return table
+    columns = ("stage", "host", "layers", "weights", "KV cache", *prefixes, "buffers", "GiB in all", "of")
+    left_out = ("buffers", *prefixes, "KV cache", "weights")
+    return fitted(width, columns, rows, left_out=left_out, folds=NAMES, left=NAMES)
 
 
 def _limit(limit_bytes: int | None) -> str:
     return "unknown" if limit_bytes is None else f"{limit_bytes / GIB:.2f}"
 
 
-def _step_table(stages: Sequence[StagePlan]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("stage")
-    for heading in ("threads", "ms per step of 1 row", "8 rows", "32 rows"):
-        table.add_column(heading, justify="right")
-    table.add_column("speed is")
+def _step_table(stages: Sequence[StagePlan], width: int) -> Table:
+    rows = []
     for stage in stages:
         steps = (f"{stage.step_ns[rows] / 1e6:.1f}" if rows in stage.step_ns else "" for rows in ROWS_SHOWN)
-        table.add_row(stage.name, str(stage.threads), *steps, stage.source)
-    return table
+        rows.append([escape(stage.name), str(stage.threads), *steps, escape(stage.source)])
+    columns = ("stage", "threads", "ms per step of 1 row", "8 rows", "32 rows", "speed is")
+    folds = {"stage": NAMES["stage"], "speed is": WORDS_CELLS}
+    return fitted(width, columns, rows, left_out=("threads",), folds=folds, left=folds)
 
 
-def _rate_table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("streams", "tok/s", "tok/s each", "groups"):
-        table.add_column(heading, justify="right")
-    table.add_column("limited by")
-    for rate in plan.prediction.rates:
-        table.add_row(
+def _rate_table(plan: Plan, width: int) -> Table:
+    rows = [
+        [
             str(rate.n_streams),
             f"{rate.tokens_per_s:.1f}",
             f"{rate.tokens_per_s / rate.n_streams:.1f}",
             f"{rate.n_groups} x {rate.group_rows}",
-            rate.limit,
-        )
-    return table
+            escape(rate.limit),
+        ]
+        for rate in plan.prediction.rates
+    ]
+    columns, folds = ("streams", "tok/s", "tok/s each", "groups", "limited by"), {"limited by": WORDS_CELLS}
+    return fitted(width, columns, rows, left_out=("groups",), folds=folds, left=folds)
 
 
 def _draft_text(draft: Draft) -> str:
@@ -288,21 +291,28 @@ def _cells_text(plan: Plan) -> str:
     return text if n_windowed == n_cells else f"{text} ({n_windowed:,} in layers with a sliding window)"
 
 
+def _variant_text(variant: Variant, streams: str) -> str:
+    if round(variant.gain, 2) <= 0:
+        return f"one more machine like {variant.like}'s ({variant.why}) would not make more tok/s at {streams}"
+    return (
+        f"one more machine like {variant.like}'s ({variant.why}), after {variant.after}: "
+        f"{variant.tokens_per_s:.1f} tok/s at {streams} ({variant.gain:+.0%})"
+    )
+
+
 def _lines(plan: Plan) -> list[str]:
     prediction, load = plan.prediction, plan.instance.load
     links = ", ".join(f"{link['from']} → {link['to']} {link['bytes_per_token']:,}" for link in links_json(plan))
     tokens = min(PROMPT_TOKENS, load.ctx_tokens - 1)
     lines = [
-        f"room: {load.n_lanes} streams of {load.ctx_tokens:,} tokens, {_cells_text(plan)} in every stage's cache",
+        f"room: {counted(load.n_lanes, 'stream')} of {load.ctx_tokens:,} tokens, "
+        f"{_cells_text(plan)} in every stage's cache",
         f"first token of a prompt of {tokens} tokens: {prediction.ttft_ns / 1e9:.2f} s if nothing else runs",
         f"bytes per token: {links}",
     ]
     lines += [] if plan.draft is None else [_draft_text(plan.draft)]
     for variant in plan.variants:
-        lines.append(
-            f"one more machine like {variant.like}'s ({variant.why}), after {variant.after}: "
-            f"{variant.tokens_per_s:.1f} tok/s at {load.streams} streams ({round(variant.gain, 2) + 0.0:+.0%})"
-        )
+        lines.append(_variant_text(variant, counted(load.streams, "stream")))
     lines += plan.advice
     if not plan.best.is_exact:
         lines.append("note: there are too many ways to cut for an exact search; this is the best split of a wide one")

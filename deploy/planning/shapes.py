@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from relayline.coordinator.model.cuts import is_allowed
+from relayline.coordinator.model.family import ATTENDS, RECURRENT
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import BLOCK_NAME, ModelFacts
-from relayline.coordinator.planner.instance import ModelShape
+from relayline.coordinator.planner.instance import Before, ModelShape
 
 
 def shape_of(facts: ModelFacts) -> ModelShape:
@@ -35,8 +38,18 @@ def shape_of(facts: ModelFacts) -> ModelShape:
         prediction_kv_bytes=facts.prediction.n_layers * max(facts.kv_bytes_per_token) if facts.prediction else 0,
         bits_per_weight=8 * bytes_of_weight(facts),
         ctx_train=facts.ctx_train,
+        before=functools.cache(functools.partial(_before, facts)),  # plans ask for the same stages again and again
         is_allowed=lambda start, end: is_allowed(facts, start, end),
     )
+
+
+def _before(facts: ModelFacts, start: int, end: int) -> Before:
+    made = facts.placeholders
+    if made is None:
+        return Before()
+    kinds = made.before(start, end)
+    cells, states = max(facts.kv_bytes_per_token), max(facts.state_bytes_per_lane)
+    return Before(made.size_bytes(start, end), cells * kinds.count(ATTENDS), states * kinds.count(RECURRENT))
 
 
 def bytes_of_weight(facts: ModelFacts) -> float:

@@ -35,11 +35,15 @@ from relayline.wire.common.child_command import code_command, module_command
 COMMAND = "relayline.deploy.cli"  # run by name, as a new process would be: the layers forbid an import
 # Modules that are started with `python -m`, in addition to the command.
 WORKERS = (
+    "relayline.coordinator.batches.worker",
+    "relayline.coordinator.drafting.process",
     "relayline.coordinator.http.workers.fork_server",
+    "relayline.coordinator.media.encoding",
     "relayline.coordinator.relay.process",
     "relayline.coordinator.text.grammar_worker",
     "relayline.deploy.certify.whole_process",
     "relayline.stage.engine.probe",
+    "relayline.stage.speed.host_probe",
 )
 # What commands import once they have read their flags. Together it is a tenth of the life of a short process.
 LATER = (
@@ -49,6 +53,12 @@ LATER = (
     "relayline.stage.joining.join",
     "relayline.stage.process",
 )
+# Commands that start no process, and so need no fork server. If one does, it starts a new interpreter.
+ALONE = frozenset(
+    ("--help", "--version", "batch", "cache", "cancel", "certs", "chat", "completion", "drain", "invite", "logs",
+     "move", "nearby", "render", "report", "sleep", "stage", "status", "top", "trace", "trace-level", "uncordon",
+     "wake")
+)  # fmt: skip
 FORK_SERVER = b"relayline-forks"  # the command line of one below the first
 _START = "from relayline.deploy.testing.zygote import main; main()"
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "GLIBC_", "MALLOC_", "OMP_", "OPENBLAS_", "GRPC_", "OTEL_")
@@ -207,7 +217,7 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: 
         os.chdir(request["directory"])
         sys.argv, sys.orig_argv = [words[3], *words[4:]], words
         _show(words)
-        if words[3] == COMMAND and words[4:5] != ["stage"]:
+        if starts_processes(words):
             _have_forks(set_by_imports)
         runpy.run_module(words[3], run_name="__main__", alter_sys=True)
         code = 0
@@ -272,6 +282,11 @@ def _show(words: Sequence[str]) -> None:
     begin, end = int(fields[45]), int(fields[46])
     text = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def starts_processes(words: Sequence[str]) -> bool:
+    """Whether a command line is of a command that may start processes."""
+    return words[3] == COMMAND and not ALONE.issuperset(words[4:5])
 
 
 def _have_forks(set_by_imports: Mapping[str, str]) -> None:

@@ -50,12 +50,13 @@ class Adapters:
         self, model: Any, artifact: StageArtifact, index: int, adapter: Adapter, tensors: Mapping[str, Tensor]
     ) -> None:
         layers = range(artifact.layer_start, artifact.layer_end)
+        first = artifact.n_placeholders
         file = read_adapter(adapter.path)
         check_architecture(file, artifact.architecture, artifact.source_layers)
-        check_shapes(file, tensors, layers)
+        check_shapes(file, tensors, layers, first)
         try:
             with tempfile.NamedTemporaryFile(prefix="relayline-lora-", suffix=".gguf") as part:
-                n_changed = write_part(file, layers, part)  # type: ignore[arg-type]
+                n_changed = write_part(file, layers, part, first)  # type: ignore[arg-type]
                 if n_changed:
                     ggml.LOG.watch()
                     self._loaded[index] = llama.llama_adapter_lora_init(model, part.name.encode())

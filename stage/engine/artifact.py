@@ -17,16 +17,18 @@ import msgspec
 from relayline.stage.engine.loading import CHECKING, Load
 from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.errors import ArtifactError
-from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.file_hash import noted_sha256, sha256_of
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
 from relayline.wire.common.texts import layer_range
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
+from relayline.wire.model_files.hollow_slice import ROUTER
 from relayline.wire.model_files.model_check import check_header
+from relayline.wire.model_files.rank_head import LABELS_MAX, RANK_HEAD
 from relayline.wire.settings.table import EngineSettings
 
 POSITIONS = "position_embd.weight"
 _SCALES_TOKENS = ("gemma3", "gemma4")  # graphs that scale looked-up rows, and leave rows of images as they are
-ARTIFACT_VERSIONS = (1, 2, 3, 4)  # of relayline.version; a split gives each slice the least one that runs it right
+ARTIFACT_VERSIONS = (1, 2, 3, 4, 5)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
 HASHED_LAYERS_MAX = 64  # of stage 0 that look experts up by token id; models have three
@@ -77,6 +79,15 @@ class HashedExperts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RankSection:
+    """Place of the head that ranks, a tensor of a reranker's last stage: a row of `n_embd` values for each label."""
+
+    offset_bytes: int  # from the start of the file
+    type_id: int  # ggml type id
+    labels: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StageArtifact:
     """The facts of one artifact, as its metadata states them."""
 
@@ -100,6 +111,9 @@ class StageArtifact:
     hashed: HashedExperts | None = None  # stage 0 only
     n_positions: int = 0  # in a table that the graph looks each row's position up in; 0: it has none
     prediction_layers: int = 0  # behind its own layers, to draft with
+    rank_head: RankSection | None = None  # last stage of a reranker only
+    has_experts: bool = False  # in a layer here, chosen by a router
+    block_layers: int = 0  # of each block whose input all later layers read; 0: they read no such inputs
 
     @property
     def is_first(self) -> bool:
@@ -132,12 +146,28 @@ class StageArtifact:
         """Whether more enters than a row, or an embedding."""
         return self.layer_inputs is not None or self.hashed is not None
 
+    @property
+    def n_placeholders(self) -> int:
+        """How many layers of zeros come before its own in the file: one for each earlier layer, in some models."""
+        return self.layer_start if self.block_layers else 0
+
+    @property
+    def own_layers(self) -> int:
+        """How many layers it computes."""
+        return self.layer_end - self.layer_start
+
+    @property
+    def file_layers(self) -> int:
+        """How many layers llama.cpp finds in the file."""
+        return self.n_placeholders + self.own_layers
+
 
 class _StageEntry(msgspec.Struct, frozen=True):
     index: int
     file: str
     size_bytes: int
     sha256: str
+    unread: bool = False
 
 
 class _Pipeline(msgspec.Struct, frozen=True):
@@ -198,6 +228,19 @@ class _Reader:
     def prediction_layers(self) -> int:
         key = f"{self.text('general.architecture')}.nextn_predict_layers"
         return 0 if self._file.value(key) is None else self.integer(key)
+
+    def block_layers(self) -> int:
+        key = "relayline.blocks.layers"
+        return 0 if self._file.value(key) is None else self.integer(key)
+
+    def rank_head(self, n_embd: int) -> RankSection | None:
+        tensor = next((tensor for tensor in self._file.tensors if tensor.name == RANK_HEAD), None)
+        if tensor is None:
+            return None
+        if len(tensor.dims) != 2 or tensor.dims[0] != n_embd or not 0 < tensor.dims[1] <= LABELS_MAX:
+            text = f"{RANK_HEAD} has shape {list(tensor.dims)}, and rows have {n_embd} values"
+            raise ArtifactError(f"{self._path}: {text}; split the model again")
+        return RankSection(tensor.offset, tensor.type_id, tensor.dims[1])
 
     def hashed(self) -> HashedExperts | None:
         if self._file.value("relayline.hash.layers") is None:
@@ -271,6 +314,9 @@ def open_artifact(path: Path) -> StageArtifact:
         layer_inputs=reader.layer_inputs(is_first=stage_index == 0),
         hashed=reader.hashed() if stage_index == 0 else None,
         prediction_layers=reader.prediction_layers(),
+        rank_head=reader.rank_head(n_embd) if stage_index == stage_count - 1 else None,
+        has_experts=any(tensor.name.endswith(ROUTER) for tensor in file.tensors),
+        block_layers=reader.block_layers(),
     )
     _check_widths(artifact)
     return artifact
@@ -278,12 +324,13 @@ def open_artifact(path: Path) -> StageArtifact:
 
 def _check_widths(artifact: StageArtifact) -> None:
     """Raise ArtifactError unless a row has room for all stated sidebands."""
-    if artifact.layer_inputs is None and artifact.hashed is None:
+    if artifact.layer_inputs is None and artifact.hashed is None and not artifact.block_layers:
         return
     width = artifact.layer_inputs.width if artifact.layer_inputs is not None else 0
-    extra_in = width * (artifact.source_layers - artifact.layer_start)
+    extra_in = width * (artifact.source_layers - artifact.layer_start) + _block_values(artifact, artifact.layer_start)
     extra_in += artifact.hashed.n_values if artifact.hashed is not None else 0
     extra_out = width * (artifact.source_layers - artifact.layer_end)
+    extra_out += 0 if artifact.is_last else _block_values(artifact, artifact.layer_end)
     extras = [
         ("in", artifact.width_in, extra_in),
         *([] if artifact.hashed else [("out", artifact.width_out, extra_out)]),
@@ -292,6 +339,11 @@ def _check_widths(artifact: StageArtifact) -> None:
         if total != artifact.n_embd + wanted:
             text = f"rows {way} have {total} values, not {artifact.n_embd} and {wanted} more"
             raise ArtifactError(f"{artifact.path}: metadata contradicts itself: {text}; split the model again")
+
+
+def _block_values(artifact: StageArtifact, layer: int) -> int:
+    """Return the values of the inputs of blocks that begin before a layer."""
+    return artifact.n_embd * -(-layer // artifact.block_layers) if artifact.block_layers else 0
 
 
 def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
@@ -312,7 +364,9 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
     if size_bytes != entry.size_bytes:
         raise ArtifactError(f"{path}: {size_bytes} bytes, but {PIPELINE_FILE} lists {entry.size_bytes}; copy it again")
     load = load or Load()
-    if sha256_of(path, lambda share: load.at(CHECKING, share)) != entry.sha256:
+    _check_has_weights(path, entry)
+    expected = noted_sha256(path) if entry.unread else entry.sha256
+    if sha256_of(path, lambda share: load.at(CHECKING, share)) != expected:
         raise ArtifactError(f"{path}: its sha256 is not the one in {PIPELINE_FILE}; it was altered, copy it again")
     artifact = open_artifact(path)
     if artifact.pipeline_id != pipeline.pipeline_id or artifact.stage_index != entry.index:
@@ -321,6 +375,27 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
             "copy both again"
         )
     return artifact
+
+
+def open_unverified(path: Path) -> StageArtifact:
+    """Return an artifact's metadata. Its content is not verified, but a file that never had any is refused.
+
+    Raises as `open_artifact`.
+    """
+    artifact = open_artifact(path)
+    try:
+        entries = _read_pipeline(path.parent / PIPELINE_FILE).stages
+    except ArtifactError:
+        return artifact  # a file without its description is as good as its user says
+    for entry in entries:
+        if entry.file == path.name:
+            _check_has_weights(path, entry)
+    return artifact
+
+
+def _check_has_weights(path: Path, entry: _StageEntry) -> None:
+    if entry.unread and not noted_sha256(path):
+        raise ArtifactError(f"{path}: has a header and no weights; `relayline join` fetches these for its stage")
 
 
 def _read_pipeline(path: Path) -> _Pipeline:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
-from relayline.stage.engine.row_parts import Entry
+from relayline.stage.engine.row_parts import NO_NODES, Nodes
 from relayline.wire.common.errors import NativeError
+from relayline.wire.common.ggml_tensor import GgmlTensor
 
 _REASONS = {
     1: "it is not a contiguous f32 tensor",
@@ -51,7 +52,7 @@ _ENTRIES = {
 
 def output_name(artifact: StageArtifact) -> str:
     """Return the name of the output of the artifact's last layer."""
-    architecture, last = artifact.architecture, artifact.layer_end - artifact.layer_start - 1
+    architecture, last = artifact.architecture, artifact.file_layers - 1
     return _OTHER_NAMES.get(architecture, f"{_OTHER_WORDS.get(architecture, 'l_out')}-{last}")
 
 
@@ -68,6 +69,11 @@ class _Entry(ctypes.Structure):
         ("source_floats", ctypes.c_uint64),
         ("consumed", ctypes.c_uint64),
     ]
+
+
+class _Tap(ctypes.Structure):
+    # Mirrors struct relayline_tap in _capture.c.
+    _fields_ = [("name", ctypes.c_char_p), ("destination", ctypes.c_void_p), ("written", ctypes.c_uint64)]
 
 
 class _State(ctypes.Structure):
@@ -89,6 +95,15 @@ class _State(ctypes.Structure):
         ("entries", ctypes.POINTER(_Entry)),
         ("n_entries", ctypes.c_uint64),
         ("tensor_set", ctypes.c_void_p),
+        ("taps", ctypes.POINTER(_Tap)),
+        ("n_taps", ctypes.c_uint64),
+        ("skip_from", ctypes.c_char_p),
+        ("skip_last", ctypes.c_char_p),
+        ("skip_to", ctypes.c_char_p),
+        ("flags_at", ctypes.c_uint64),
+        ("skipping", ctypes.c_int32),
+        ("op_desc", ctypes.c_void_p),
+        ("nrows", ctypes.c_void_p),
     ]
 
 
@@ -110,14 +125,14 @@ class RowCapture:
     """Copies the rows of one tensor into `destination` during each decode, and overwrites other tensors with incoming
     rows. destination: f32 [max_rows, width], C-contiguous, owned by the caller; must outlive the llama context.
 
-    So must the sources of the entries.
+    So must the arrays of the nodes.
     """
 
     def __init__(
         self,
         tensor_name: str,
         destination: npt.NDArray[np.float32],
-        entries: Sequence[Entry] = (),
+        nodes: Nodes = NO_NODES,
         *,
         stops: bool = True,
     ) -> None:
@@ -125,11 +140,15 @@ class RowCapture:
         tensor is computed.
         """
         self._library = _library()
-        self._destination, self._sources = destination, tuple(entries)
+        self._destination, self._sources, self._taps_to = destination, nodes.entries, nodes.taps
         self.tensor_name = tensor_name
         self._entries = (_Entry * len(self._sources))(
             *(_Entry(name=entry.name.encode(), source=entry.source.ctypes.data) for entry in self._sources)
         )
+        self._taps = (_Tap * len(nodes.taps))(
+            *(_Tap(name=tap.name.encode(), destination=tap.rows.ctypes.data) for tap in nodes.taps)
+        )
+        skipped: list[bytes | None] = [*(name.encode() for name in nodes.skipped)] or [None] * 3
         self.is_armed = True
         """Whether the next decodes copy the tensor. Only one that does not stop may be disarmed."""
         self._spare: npt.NDArray[np.float32] | None = None  # made once, where steps are cut
@@ -147,6 +166,14 @@ class RowCapture:
             entries=self._entries,
             n_entries=len(self._sources),
             tensor_set=ggml.address_of("ggml_backend_tensor_set"),
+            taps=self._taps,
+            n_taps=len(nodes.taps),
+            skip_from=skipped[0],
+            skip_last=skipped[1],
+            skip_to=skipped[2],
+            flags_at=GgmlTensor.flags.offset,
+            op_desc=ggml.address_of("ggml_op_desc"),
+            nrows=ggml.address_of("ggml_nrows"),
         )
 
     def install(self, params: Any) -> None:
@@ -183,12 +210,13 @@ class RowCapture:
             self._state.target, self._state.stop, self._state.n_entries, self._state.capacity = before
 
     def put_in_order(self, computed: npt.NDArray[np.intp]) -> None:
-        """Move the destination's rows, which stand as they were computed, to their places in the step."""
+        """Move the rows that were copied, which stand as they were computed, to their places in the step."""
         if self._spare is None:
             self._spare = np.empty_like(self._destination)
         rows = self._spare[: computed.size]
-        np.copyto(rows, self._destination[: computed.size])
-        self._destination[computed] = rows
+        for array in (self._destination, *(tap.rows for tap in self._taps_to)):
+            np.copyto(rows, array[: computed.size])
+            array[computed] = rows
 
     def begin(self, n_rows: int) -> None:
         """Forget the rows of the step before. Call before each decode, with the number of its rows."""
@@ -197,6 +225,9 @@ class RowCapture:
             state.consumed = 0
         if not self._state.stop:
             self._state.target = self.tensor_name.encode() if self.is_armed else None
+        for tap in self._taps:
+            tap.written = 0
+        self._state.skipping = 0
         self._state.written = 0
         self._state.n_calls = 0
         self._state.error = 0
@@ -220,11 +251,13 @@ class RowCapture:
         if not self.tensor_name or not self._state.stop:
             return
         n_expected = n_rows * self._state.row_floats
-        if self._state.written != n_expected:
-            raise NativeError(
-                f"tensor {self.tensor_name} gave {self._state.written} floats instead of {n_expected}: "
-                "this architecture does not expose its hidden state under that name"
-            )
+        named = [(tap.name, copied.written) for tap, copied in zip(self._taps_to, self._taps, strict=True)]
+        for name, n_floats in (*named, (self.tensor_name, self._state.written)):
+            if n_floats != n_expected:
+                raise NativeError(
+                    f"tensor {name} gave {n_floats} floats instead of {n_expected}: "
+                    "this architecture does not expose its hidden state under that name"
+                )
         if self._state.n_calls != n_parts:  # llama.cpp may then have grouped the rows by sequence
             raise NativeError(
                 f"llama.cpp cut a step into {self._state.n_calls} parts instead of {n_parts}; "

@@ -60,7 +60,7 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
 
     Raises UsageError for a device that is not among them, and for shares or a main GPU beyond their number.
     """
-    params.n_gpu_layers = settings.gpu_layers
+    params.n_gpu_layers = gpu_layers(settings, artifact)
     params.split_mode = SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
     check_devices(settings, found)
@@ -85,6 +85,16 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
     return Placed(tuple(held), elsewhere)
 
 
+def gpu_layers(settings: EngineSettings, artifact: StageArtifact) -> int:
+    """Return how many of a file's last layers go to GPUs, the head counted as one; -1 for all.
+
+    Placeholders are not computed and stay in the host's memory. Several GPUs would else share them out, too.
+    """
+    asked = settings.gpu_layers
+    most = artifact.own_layers + 1
+    return asked if not artifact.n_placeholders else most if asked < 0 else min(asked, most)
+
+
 def _elsewhere(settings: EngineSettings, artifact: StageArtifact) -> dict[str, str]:
     """Return the device of each tensor with an explicit place: the first matching pattern counts, then the experts'
     rule.
@@ -96,11 +106,14 @@ def _elsewhere(settings: EngineSettings, artifact: StageArtifact) -> dict[str, s
     patterns = [(re.compile(pattern), device) for pattern, device in rules]
     for tensor in read_header(artifact.path).tensors:
         in_layer = _LAYER.fullmatch(tensor.name)
-        name = tensor.name
+        name, layer = tensor.name, 0
         if in_layer:
-            name = f"blk.{int(in_layer[1]) + artifact.layer_start}.{in_layer[2]}"
+            layer = int(in_layer[1]) - artifact.n_placeholders
+            name = f"blk.{layer + artifact.layer_start}.{in_layer[2]}"
+        if layer < 0:
+            continue
         where = next((device for pattern, device in patterns if pattern.search(name)), "")
-        if not where and in_layer and int(in_layer[1]) < settings.n_cpu_moe and EXPERTS.search(name):
+        if not where and in_layer and layer < settings.n_cpu_moe and EXPERTS.search(name):
             where = HOST_MEMORY
         if where:
             elsewhere[tensor.name] = where

@@ -2,20 +2,21 @@
 
 They are copied out of the running graph, like a stage's rows for the next one (`stage.engine.capture`), and only in
 steps that need them. In every other step the callback compares no name. A GPU still waits for the callback in every
-step, so there it is installed only on request.
+step, so there it is installed only on request, and for a reranker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.capture import RowCapture
 from relayline.stage.engine.micro_batches import Cut
-from relayline.stage.engine.row_parts import Entry
+from relayline.stage.engine.rank_head import RankHead
+from relayline.stage.engine.row_parts import Nodes
 from relayline.wire.common.errors import NativeError
 
 
@@ -35,11 +36,18 @@ NODE = "result_norm"  # llama.cpp's name for it, in the graphs of nearly all fam
 class HiddenRows:
     """Hidden rows of the last step, where that was asked for beforehand."""
 
-    def __init__(self, max_rows: int, n_embd: int, entries: Sequence[Entry]) -> None:
-        """`entries` are those of a RowCapture: the nodes that incoming rows are written over."""
+    def __init__(self, max_rows: int, n_embd: int, nodes: Nodes, rank_head: RankHead | None = None) -> None:
+        """`nodes` are those of a RowCapture: where incoming rows are written over."""
+        self.rank_head = rank_head  # of a reranker
         self._rows = np.empty((max_rows, n_embd), np.float32)  # pages come with the first use
-        self.capture = RowCapture(NODE, self._rows, entries, stops=False)
+        self.capture = RowCapture(NODE, self._rows, nodes, stops=False)
         self._computed: npt.NDArray[np.intp] | None = None  # wanted rows of the step in the order of `_rows`
+
+    @classmethod
+    def of(cls, artifact: StageArtifact, max_rows: int, nodes: Nodes) -> HiddenRows:
+        """Make them for a last stage. Raises ArtifactError where its head that ranks cannot be read."""
+        head = RankHead(artifact, artifact.rank_head) if artifact.rank_head is not None else None
+        return cls(max_rows, artifact.n_embd, nodes, head)
 
     def want(self, *, wanted: bool) -> None:
         """Say whether the next steps are to give them."""

@@ -23,6 +23,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
+from relayline.stage.engine.block_rows import parts_of
 from relayline.stage.engine.capture import RowCapture, entry_name, output_name
 from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.device_greedy import DeviceGreedy, gives_parts, is_asked_for
@@ -31,15 +32,10 @@ from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.lane_rewinds import LaneRewinds
-from relayline.stage.engine.lane_state import (
-    read_lane,
-    require,
-    write_lane,
-)
+from relayline.stage.engine.lane_state import read_lane, require, write_lane
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.model_load import abandonable, load_model
 from relayline.stage.engine.own_cells import NodeNotes
-from relayline.stage.engine.row_parts import RowParts
 from relayline.stage.engine.saved_lanes import SavedLanes
 from relayline.stage.engine.step_batch import StepBatch
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
@@ -58,9 +54,7 @@ class EngineConfig:
     settings: EngineSettings  # the user's settings; the engine's own copy is resolved
     flash_attn: str = "auto"  # a key of FLASH_ATTN; auto: see stage.engine.kv_cache
     spare_lanes: int = 0  # further sequences, numbered after the lanes, with a few cells: for rows of no session
-    held_lanes: int = (
-        0  # further ones, behind those and without own cells: they keep shared cells that are being copied
-    )
+    held_lanes: int = 0  # further ones, behind those, without own cells: they keep shared cells that are being copied
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
     adapters: tuple[Adapter, ...] = ()  # of LoRA
 
@@ -156,7 +150,7 @@ class NativeEngine:
         widths = (llama.llama_model_n_embd(model), llama.llama_model_n_embd_inp(model))
         if widths != (self.n_embd, self.n_embd):
             raise NativeError(f"{name} takes rows of {widths[1]} values and gives {widths[0]}, not {self.n_embd}")
-        n_layers = self.artifact.layer_end - self.artifact.layer_start
+        n_layers = self.artifact.file_layers
         if llama.llama_model_n_layer(model) != n_layers:
             found = llama.llama_model_n_layer(model)
             raise NativeError(f"{self.artifact.path}: holds {found} layers, but its metadata states {n_layers}")
@@ -173,14 +167,14 @@ class NativeEngine:
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
         self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self.rewinds)
-        parts = RowParts(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
+        parts = parts_of(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
         self._batch.bind(parts, self._model, self.config.n_sequences)
-        if self.is_last and (settings.embeddings or not computes_apart(settings)):
-            self.hidden = HiddenRows(n_rows, self.n_embd, parts.entries)
+        if self.is_last and (settings.embeddings or self.artifact.rank_head or not computes_apart(settings)):
+            self.hidden = HiddenRows.of(self.artifact, n_rows, parts.nodes)
             self._capture = self.hidden.capture
-        elif not self.is_last or parts.entries:
+        elif not self.is_last or parts.nodes.entries:
             target = "" if self.is_last else output_name(self.artifact)
-            self._capture = RowCapture(target, parts.hidden, parts.entries)
+            self._capture = RowCapture(target, parts.hidden, parts.nodes)
 
     def _open_context(self) -> Any:
         config, settings = self.config, self.config.settings
@@ -209,6 +203,8 @@ class NativeEngine:
         params.n_threads = params.n_threads_batch = settings.n_threads
         params.embeddings = False
         params.no_perf = True
+        if self.artifact.n_placeholders:  # else weights that nothing computes with would be copied to a GPU
+            params.op_offload = False
         params.n_rs_seq = settings.rewind_rows if self.rewinds.are_recurrent else 0
         if self._capture is not None:
             self._capture.install(params)

@@ -30,6 +30,27 @@ class Entry:
     source: npt.NDArray[Any]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tap:
+    """A node to copy, besides the last layer's output. rows: f32 [max_rows, n_embd], C-contiguous."""
+
+    name: str
+    rows: npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of a stage's graph that are written over, copied, or not computed at all."""
+
+    entries: tuple[Entry, ...] = ()
+    taps: tuple[Tap, ...] = ()
+    skipped: tuple[str, ...] = ()
+    """Of those that are not computed: the first one, the first of the last layer among them, and the last one."""
+
+
+NO_NODES = Nodes()
+
+
 class RowParts:
     """The parts of the rows of one stage, in arrays that llama.cpp or the callback read. Of most, a row is one part."""
 
@@ -62,7 +83,7 @@ class RowParts:
             Entry(_EXPERTS.format(layer=layer), np.zeros((max_rows, self._n_experts), np.int32))
             for layer in range(len(hashed.layers) if hashed is not None else 0)
         ]
-        self.entries = (*([Entry(entry, rows)] if entry else []), *self._inputs, *self._experts)
+        self.nodes = Nodes((*([Entry(entry, rows)] if entry else []), *self._inputs, *self._experts))
 
     def fill(self, rows: npt.NDArray[np.float32], cut: Cut | None) -> None:
         """Take the rows of a step apart: f32 [n, width_in]. cut: how llama.cpp cuts the step, if it does."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine.block_rows import BlockRows
 from relayline.stage.engine.ggml import pointer
 from relayline.stage.engine.lane_places import Grid, LanePlaces
 from relayline.stage.engine.lane_rewinds import LaneRewinds
@@ -41,7 +42,7 @@ class StepBatch:
         self.rows: Array = self._ordered[0]
         """Rows as llama.cpp gets them."""
 
-    def bind(self, parts: RowParts, model: Any, n_lanes: int) -> None:
+    def bind(self, parts: RowParts | BlockRows, model: Any, n_lanes: int) -> None:
         """Make the batches. parts: made from `rows`; model: has the number of positions per row."""
         self.parts = parts
         self.places = LanePlaces(n_lanes)

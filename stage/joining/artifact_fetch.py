@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from relayline.stage.engine.loading import Load
 from relayline.stage.joining.artifact_store import Slot, Writer, has_content, shared_path
+from relayline.stage.joining.held_layers import HeldLayers
 from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import ArtifactError, RelaylineError, StageLostError
 from relayline.wire.model_files.adapters import Adapter
@@ -41,11 +42,16 @@ class Source(Protocol):
     def order(self) -> pb.JoinResponse:
         """The order that names the artifact."""
 
-    def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
-        """Yield its bytes from an offset on; `sha256` names another file than the artifact."""
+    def fetch(self, offset: int, sha256: str = "", end: int = 0) -> AsyncGenerator[pb.FetchResponse, None]:
+        """Yield its bytes from one offset up to another, or up to 0: to the end; older coordinators send more.
 
-    async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
-        """Say how far it is."""
+        `sha256` names another file than the artifact.
+        """
+
+    async def report_progress(
+        self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int, trouble: str = ""
+    ) -> None:
+        """Say how far it is, and why it does not get on."""
 
 
 class Files(NamedTuple):
@@ -78,7 +84,7 @@ async def _artifact(member: Source, cache: Path, load: Load, *, always_fetch: bo
             log.info("using the coordinator's own file of the artifact", extra={"fields": {"path": path}})
             return path
     await asyncio.to_thread(slot.prepare, member.order.pipeline_json)
-    await _fill(member, slot, load)
+    await _fill(member, slot, load, held=await asyncio.to_thread(HeldLayers, cache, slot))
     return slot.path
 
 
@@ -92,8 +98,11 @@ async def _adapter(member: Source, order: pb.AdapterFile, cache: Path, load: Loa
     return Adapter(order.name, path, order.scale, file.sha256, file.size_bytes)
 
 
-async def _fill(member: Source, slot: Slot, load: Load, sha256: str = "") -> None:
-    """Have a file in its slot, complete and checked; `sha256`: of one that is not the order's artifact."""
+async def _fill(member: Source, slot: Slot, load: Load, sha256: str = "", held: HeldLayers | None = None) -> None:
+    """Have a file in its slot, complete and checked; `sha256`: of one that is not the order's artifact.
+
+    `held`: what of it this host has already.
+    """
     if not slot.try_lock():
         log.info("waiting: another process already fetches this artifact", extra={"fields": {"path": slot.path}})
         while not slot.try_lock():  # noqa: ASYNC110 - another process holds it, which no event of ours tells
@@ -103,21 +112,22 @@ async def _fill(member: Source, slot: Slot, load: Load, sha256: str = "") -> Non
             log.info("artifact found in the cache", extra={"fields": {"path": slot.path}})
         else:
             slot.check_space()
-            await _fetch_persistently(member, slot, load, sha256)
+            await _fetch_persistently(member, slot, load, sha256, held)
     finally:
         slot.unlock()
 
 
-async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: str) -> None:
+async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: str, held: HeldLayers | None) -> None:
     """Try until it is whole. The first wait is RETRY_FIRST_S, and each one more without a new byte twice the last."""
-    fruitless = damaged = 0
+    fruitless, damaged, trouble = 0, 0, ""
     backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S)
     while True:
         before_bytes = slot.partial_bytes()
         try:
-            await _fetch_once(member, slot, load, sha256)
+            await _fetch_once(_Progress(member, slot, trouble), load, sha256, held)
             return
         except ArtifactError as error:
+            held = None  # perhaps what was copied is not what it should be
             damaged += 1
             if slot.partial_bytes() or damaged >= DAMAGED_MAX:
                 raise  # the coordinator has no such file, or none that is whole
@@ -130,22 +140,28 @@ async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: st
                 backoff.reset()
             fields = {"have_bytes": slot.partial_bytes(), "of_bytes": slot.artifact.size_bytes}
             log.warning("the fetch was interrupted and goes on: %s", error.message, extra={"fields": fields})
+            trouble = error.message
+            await _Progress(member, slot, trouble).report(slot.partial_bytes())
             await asyncio.sleep(backoff.next_s())
 
 
-async def _fetch_once(member: Source, slot: Slot, load: Load, sha256: str) -> None:
+async def _fetch_once(show: _Progress, load: Load, sha256: str, held: HeldLayers | None) -> None:
+    member, slot = show.member, show.slot
     writer = await asyncio.to_thread(Writer, slot, load)
-    show = _Progress(member, slot, writer.n_bytes)
+    show.begin(writer.n_bytes)
     log.info("fetching the artifact", extra={"fields": {"file": slot.artifact.file, "from_byte": writer.n_bytes,
                                                         "of_bytes": slot.artifact.size_bytes}})  # fmt: skip
     try:
         await show.report(writer.n_bytes)
-        async with contextlib.aclosing(member.fetch(writer.n_bytes, sha256)) as chunks:
-            async for chunk in chunks:
-                await asyncio.to_thread(writer.append, chunk.offset, chunk.data)
+        while writer.n_bytes < (until := slot.artifact.size_bytes):
+            if held is not None and await asyncio.to_thread(_take, held, writer):
                 await show.at(writer.n_bytes)
-        if writer.n_bytes < slot.artifact.size_bytes:
-            raise StageLostError(f"{member.peer} ended the artifact after {writer.n_bytes} bytes")
+                continue
+            if held is not None:
+                until = held.fetch_until(writer.n_bytes)
+            await _fetch_part(member, writer, until, sha256, show)
+            if writer.n_bytes < until:
+                raise StageLostError(f"{member.peer} ended the artifact after {writer.n_bytes} bytes")
         await asyncio.to_thread(writer.finish)
         await show.report(writer.n_bytes)
     finally:
@@ -153,28 +169,56 @@ async def _fetch_once(member: Source, slot: Slot, load: Load, sha256: str) -> No
     log.info("artifact fetched", extra={"fields": {"path": slot.path, "took_s": f"{show.took_s():.1f}"}})
 
 
+async def _fetch_part(member: Source, writer: Writer, until: int, sha256: str, show: _Progress) -> None:
+    """Write the bytes that come next, up to an offset or up to where the coordinator ends."""
+    async with contextlib.aclosing(member.fetch(writer.n_bytes, sha256, until)) as chunks:
+        async for chunk in chunks:
+            if chunk.offset >= until:
+                return  # it is an older one, which sends all
+            await asyncio.to_thread(writer.append, chunk.offset, chunk.data[: until - chunk.offset])
+            await show.at(writer.n_bytes)
+
+
+def _take(held: HeldLayers, writer: Writer) -> bool:
+    """Copy what this host has of the bytes that come next. A copy that fails is no harm: the rest is fetched."""
+    n_before = writer.n_bytes
+    try:
+        return held.take(writer)
+    except OSError as error:
+        log.warning("an artifact that was fetched before cannot be read: %s", error)
+        held.forget()
+        return writer.n_bytes > n_before
+
+
 class _Progress:
     """Says now and then how far a fetch is: to the coordinator, and in the log."""
 
-    def __init__(self, member: Source, slot: Slot, start_bytes: int) -> None:
-        self._member, self._slot, self._start_bytes = member, slot, start_bytes
+    def __init__(self, member: Source, slot: Slot, trouble: str) -> None:
+        """`trouble`: what ended the last attempt; it is told until a byte has come."""
+        self.member, self.slot, self._trouble = member, slot, trouble
+        self._start_bytes = 0
         self._began_s = self._logged_s = time.monotonic()
         self._reported_s = 0.0
+
+    def begin(self, n_bytes: int) -> None:
+        """Note how much is here at first."""
+        self._start_bytes = n_bytes
 
     def took_s(self) -> float:
         return time.monotonic() - self._began_s
 
     async def at(self, n_bytes: int) -> None:
-        now_s = time.monotonic()
+        now_s, self._trouble = time.monotonic(), ""
         if now_s - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now_s
             await self.report(n_bytes)
         if now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s
-            total_bytes = self._slot.artifact.size_bytes
+            total_bytes = self.slot.artifact.size_bytes
             rate = (n_bytes - self._start_bytes) / max(self.took_s(), 1e-9)
             text = f"{n_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB ({100 * n_bytes / total_bytes:.0f} %)"
             log.info("fetching: %s at %.0f MB/s", text, rate / 1e6)
 
     async def report(self, n_bytes: int) -> None:
-        await self._member.report_progress(pb.ARTIFACT_PHASE_FETCHING, n_bytes, self._slot.artifact.size_bytes)
+        total_bytes = self.slot.artifact.size_bytes
+        await self.member.report_progress(pb.ARTIFACT_PHASE_FETCHING, n_bytes, total_bytes, self._trouble)

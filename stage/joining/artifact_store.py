@@ -1,8 +1,12 @@
 """Fetched artifacts on this machine's disk, one directory per content: `CACHE/SHA256/{FILE, pipeline.json}`.
 
 A file gets its final name only when it is complete and its hash is right. Until then it is `FILE.partial`, from which a
-later attempt resumes. A finished directory can be given to `relayline stage --artifact`. Nothing is removed
-automatically, because only the user knows which models are needed again; `relayline cache --clear` removes.
+later attempt resumes. Where nobody has read a file's bytes before, the hash of those that came is noted in
+`FILE.sha256`, and the directory has the name that the coordinator gave that content. Such a file resumes from what
+survived, see `survivors`.
+
+A finished directory can be given to `relayline stage --artifact`. Nothing is removed automatically, because only the
+user knows which models are needed again; `relayline cache --clear` removes.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ from pathlib import Path
 
 from relayline.stage.engine.artifact import PIPELINE_FILE
 from relayline.stage.engine.loading import CHECKING, Load
+from relayline.stage.joining import survivors
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StartError
-from relayline.wire.common.file_hash import remember_sha256, sha256_of
+from relayline.wire.common.file_hash import note_sha256, noted_sha256, remember_sha256, sha256_of
 from relayline.wire.common.files import write_again
 from relayline.wire.common.units import GIB
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -108,19 +113,27 @@ class Writer:
     """Appends to a slot's partial file and keeps its hash. Blocks; call it in a thread."""
 
     def __init__(self, slot: Slot, load: Load) -> None:
-        """Open the partial file and hash its present bytes; one that is too long starts from zero."""
+        """Open the partial file and hash its present bytes; one that is too long starts from zero.
+
+        Raises StartError for a full disk.
+        """
         self._slot = slot
         self._digest = hashlib.sha256()
+        self._survivors = survivors.Survivors(slot.partial) if slot.artifact.unread else None
         self._file = slot.partial.open("a+b")
-        if slot.partial_bytes() > slot.artifact.size_bytes:
+        n_present = slot.partial_bytes()
+        if n_present > slot.artifact.size_bytes:
             self._file.truncate(0)
+        elif self._survivors is not None:
+            self._file.truncate(self._survivors.good_bytes(n_present))
         self._file.seek(0)
-        self.n_bytes = 0
+        self.n_bytes = self._n_synced = 0
         try:
             while data := self._file.read(READ_BYTES):
                 self._digest.update(data)
                 self.n_bytes += len(data)
                 load.at(CHECKING, self.n_bytes / slot.artifact.size_bytes)
+            self._sync()
         except BaseException:
             self._file.close()
             raise
@@ -135,11 +148,32 @@ class Writer:
             raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
         self._digest.update(data)
         self.n_bytes += len(data)
+        if self.n_bytes - self._n_synced >= survivors.SYNC_BYTES:
+            self._sync()
+
+    def _sync(self) -> None:
+        """Have the disk confirm all bytes of a file whose hash nobody knows. Raises StartError."""
+        self._n_synced = self.n_bytes
+        if self._survivors is None:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._survivors.note(self.n_bytes)
+        except OSError as error:
+            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+
+    def flush(self) -> None:
+        """Have all bytes in the file, for another reader. Raises StartError for a full disk."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
 
     def finish(self) -> None:
         """Give the file its final name. Raises ArtifactError, and forgets the bytes, when they are the wrong ones."""
-        slot = self._slot
-        if self._digest.hexdigest() != slot.artifact.sha256:
+        slot, sha256 = self._slot, self._digest.hexdigest()
+        if not slot.artifact.unread and sha256 != slot.artifact.sha256:
             self.close()
             slot.partial.unlink(missing_ok=True)
             raise ArtifactError(f"{slot.artifact.file} came damaged: its sha256 is not the one in the order")
@@ -147,10 +181,14 @@ class Writer:
             self._file.flush()
             os.fsync(self._file.fileno())
             self.close()
+            if slot.artifact.unread:
+                note_sha256(slot.path, sha256)
             slot.partial.replace(slot.path)
+            if self._survivors is not None:
+                self._survivors.remove()
         except OSError as error:
             raise StartError(f"{slot.partial}: {error.strerror}; free space or give --cache") from error
-        remember_sha256(slot.path, slot.path.stat(), slot.artifact.sha256)
+        remember_sha256(slot.path, slot.path.stat(), sha256)
 
     def close(self) -> None:
         """Close the file; its bytes stay for the next attempt. Raises StartError."""
@@ -162,10 +200,11 @@ class Writer:
 
 def has_content(path: Path, artifact: pb.ArtifactFile, load: Load) -> bool:
     """Return whether a file has an artifact's size and sha256. One that is not there, or cannot be read, has not."""
+    expected = noted_sha256(path) if artifact.unread else artifact.sha256
     try:
-        if path.stat().st_size != artifact.size_bytes:
+        if not expected or path.stat().st_size != artifact.size_bytes:
             return False
-        return sha256_of(path, lambda share: load.at(CHECKING, share)) == artifact.sha256
+        return sha256_of(path, lambda share: load.at(CHECKING, share)) == expected
     except OSError:
         return False
 

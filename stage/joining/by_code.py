@@ -142,6 +142,13 @@ def _post(at: Coordinator, path: str, message: msgspec.Struct, kind: type[M]) ->
     return _call(at, path, msgspec.json.encode(message), kind, bounds.ENROL_ANSWER_S)
 
 
+def _right_port(at: Coordinator) -> str:
+    """Return a hint for a port that somebody may have taken from another line, such as that of the API."""
+    if at.port == enrolment.PORT:
+        return ""
+    return f"; hosts join at the port that `relayline up` printed, {enrolment.PORT} unless its line says otherwise"
+
+
 def _call(at: Coordinator, path: str, body: bytes | None, kind: type[M], timeout_s: float) -> M:
     """Make one call over its own connection, a POST if there is a body, within `timeout_s`."""
     until_s = time.monotonic() + timeout_s
@@ -151,12 +158,16 @@ def _call(at: Coordinator, path: str, body: bytes | None, kind: type[M], timeout
     except (OSError, http.client.HTTPException) as error:
         if time.monotonic() >= until_s:
             raise StageLostError(f"{at.address} has not answered in time") from error
+        if isinstance(error, ConnectionResetError):
+            raise StageLostError(f"{at.address} ended the connection without an answer{_right_port(at)}") from error
         if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
             raise StageLostError(
                 f"{at.address} cannot be reached: {words_of(error)}; is `relayline up` running there, and is port "
                 f"{at.port} open in its firewall?"
             ) from error
-        raise ProtocolError(f"{at.address} is not where hosts join a pipeline ({words_of(error)})") from error
+        raise ProtocolError(
+            f"{at.address} is not where hosts join a pipeline ({words_of(error)}){_right_port(at)}"
+        ) from error
     if status == http.client.NOT_FOUND and _is_older(at, until_s - time.monotonic()):
         raise VersionError(
             f"the relayline at {at.address} is of an older version without codes; copy the long line, or upgrade it"

@@ -30,14 +30,17 @@ class NextSlice:
         self._member, self.order = member, order
         self.peer, self.lost = member.peer, member.lost
 
-    def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
+    def fetch(self, offset: int, sha256: str = "", end: int = 0) -> AsyncGenerator[pb.FetchResponse, None]:
         """Yield the bytes of the next artifact, or of another file, see Member.fetch."""
-        return self._member.fetch(offset, sha256 or self.order.artifact.sha256)
+        return self._member.fetch(offset, sha256 or self.order.artifact.sha256, end)
 
-    async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
-        """Say how far the next artifact is."""
-        number = self.order.change.number
-        report = pb.StagePrepared(change=number, done_bytes=done_bytes, total_bytes=total_bytes)
+    async def report_progress(
+        self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int, trouble: str = ""
+    ) -> None:
+        """Say how far the next artifact is, and why it does not get on. Trouble that lasts is the change's failure."""
+        report = pb.StagePrepared(
+            change=self.order.change.number, done_bytes=done_bytes, total_bytes=total_bytes, trouble=trouble
+        )
         await self._member.report(prepared=report)
 
 

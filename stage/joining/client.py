@@ -43,7 +43,8 @@ log = logging.getLogger("relayline.stage")
 JOIN = "/relayline.v1.PipelineService/Join"
 FETCH = "/relayline.v1.PipelineService/Fetch"
 CHANGES_MAX = 16  # orders of changes that have not been followed; the coordinator makes one change at a time
-GOODBYE_TIMEOUT_S = 1.0  # for the coordinator to notice that this stage leaves, so that its log says so
+# For the coordinator to notice that this stage leaves, so that its log says so. A busy one takes seconds.
+GOODBYE_TIMEOUT_S = bounds.QUIET_AFTER_S
 
 
 def failure_of(error: Exception) -> pb.StageFailure:
@@ -119,16 +120,20 @@ class Member:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 pass  # the reader learns why
 
-    async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
-        """Say how far this stage is with its artifact."""
-        await self.report(progress=pb.ArtifactProgress(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes))
+    async def report_progress(
+        self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int, trouble: str = ""
+    ) -> None:
+        """Say how far this stage is with its artifact, and why it does not get on."""
+        progress = pb.ArtifactProgress(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, trouble=trouble)
+        await self.report(progress=progress)
 
-    async def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
+    async def fetch(self, offset: int, sha256: str = "", end: int = 0) -> AsyncGenerator[pb.FetchResponse, None]:
         """Yield the artifact's bytes from an offset on; `sha256` names another than the order's.
 
-        Raises the typed error of the other side, or its loss.
+        `end`: past the last byte that is wanted, 0 for all; older coordinators send more. Raises the typed error of
+        the other side, or its loss.
         """
-        request = pb.FetchRequest(ticket=self.order.ticket, offset=offset, sha256=sha256)
+        request = pb.FetchRequest(ticket=self.order.ticket, offset=offset, sha256=sha256, end=end)
         stream = self._bulk.unary_stream(FETCH, request_serializer=rpc.serialize, response_deserializer=None)
         call = stream(request)
         try:
@@ -151,7 +156,7 @@ class Member:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lose(StageLostError("the membership was closed"))
-        self._call.cancel()
+        rpc.end_call(self._call)
         await asyncio.gather(self._channel.close(), self._bulk.close())
 
     def _lose(self, error: RelaylineError) -> None:
@@ -241,6 +246,7 @@ def introduction(name: str, process_id: str, *, is_relayed: bool = False) -> pb.
         beats=True,
         is_relayed=is_relayed,
         sleeps=True,
+        takes_unread=True,
         host=pb.HostFacts(
             hostname=socket.gethostname(),
             system=f"{platform.system()} {platform.machine()}",

@@ -26,6 +26,7 @@ from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NativeError, RelaylineError, StartError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.links import way
+from relayline.wire.model_files.hollow_slice import write_hollow
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb_wire
 from relayline.wire.settings.setting import read_message
@@ -124,7 +125,7 @@ async def _measure(
         arguments = [str(settings.n_threads), str(settings.gpu_layers), settings.kv_type]
         for index, each in enumerate(slices):
             path = Path(directory) / f"{index}.gguf"
-            await asyncio.to_thread(_write, path, each)
+            await asyncio.to_thread(write_hollow, path, each.header, each.size_bytes)
             arguments += [str(each.budget_ms / 1e3), str(path)]
         limit_s = sum(each.budget_ms / 1e3 + SLICE_S for each in slices)
         found = msgspec.json.decode(await _in_child(arguments, limit_s), type=_Found)
@@ -133,11 +134,6 @@ async def _measure(
         curves = report.slices.add()
         for points, measured in ((curves.decode, costs.decode), (curves.prefill, costs.prefill)):
             points.extend(pb_wire.CostPoint(n_rows=rows, cost_ns=ns) for rows, ns in measured)
-
-
-def _write(path: Path, hollow: pb.SurveySlice) -> None:
-    path.write_bytes(hollow.header)
-    os.truncate(path, hollow.size_bytes)  # unwritten parts read as zeros
 
 
 async def _in_child(arguments: Sequence[str], limit_s: float) -> bytes:

@@ -114,7 +114,7 @@ class Tunnel:
         finally:
             self.is_open = False
             if call is not None:
-                call.cancel()
+                rpc.end_call(call)
             for task in list(self._carrying):
                 await end_task(task)
             await channel.close()
@@ -201,5 +201,5 @@ class Tunnel:
             if writer is not None:
                 writer.transport.abort()  # does nothing to one that was closed in order
             if call is not None:
-                call.cancel()
+                rpc.end_call(call)
             await channel.close()

@@ -18,6 +18,7 @@ from opentelemetry.trace import SpanKind
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common.texts import counted
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.telemetry import names
@@ -71,8 +72,8 @@ class Moment(NamedTuple):
         waited, decoded = f"waited {self.wait_ns * MS:.2f} ms", f"decoded {self.decode_ns * MS:.2f} ms"
         where = f"position {self.first}" if self.first == self.last else f"positions {self.first}-{self.last}"
         if self.n_batches == 1:
-            streams = "1 stream" if self.streams == 1 else f"{self.streams} streams"
-            return f"{where}: {waited}, {decoded}, {streams} in {self.rows} row{'s' * (self.rows != 1)}"
+            streams = f"{counted(self.streams, 'stream')}"
+            return f"{where}: {waited}, {decoded}, {streams} in {counted(self.rows, 'row')}"
         mates = f"{self.streams / self.n_batches:.1f} streams in {self.rows / self.n_batches:.1f} rows on average"
         return (
             f"{where}: {self.n_batches} batches, {waited} (at most {self.wait_max_ns * MS:.2f} ms), {decoded}, {mates}"

@@ -5,6 +5,8 @@ A chunk of rows that arrives twice counts once. Any other chunk that does not co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,8 +19,11 @@ MEAN, CLS, LAST = POOLINGS["mean"], POOLINGS["cls"], POOLINGS["last"]
 class Pool:
     """The pooled rows of one session so far."""
 
-    def __init__(self, kind: int, n_embd: int) -> None:
-        """`kind` is a number of `POOLINGS`."""
+    def __init__(
+        self, kind: int, n_embd: int, head: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]] | None = None
+    ) -> None:
+        """`kind` is a number of `POOLINGS`. `head` makes scores of the pooled row, where these are asked for."""
+        self._head = head
         self._kind = kind
         self._sum = np.zeros(n_embd, np.float64)
         self._next = 0  # position behind the rows that are in the sum
@@ -44,9 +49,11 @@ class Pool:
         self._next = position + len(rows)
 
     def take(self) -> npt.NDArray[np.float32]:
-        """Return the embedding, f32 [n_embd], not normalised. Raises NumericError where it is not finite."""
+        """Return the embedding, f32 [n_embd], not normalised, or the head's scores. Raises NumericError where it is not
+        finite.
+        """
         pooled = self._sum / max(1, self._next) if self._kind == MEAN else self._sum
         found = pooled.astype(np.float32)
         if not np.isfinite(found).all():
             raise NumericError("the hidden rows of this prompt are not finite")
-        return found
+        return found if self._head is None else self._head(found)

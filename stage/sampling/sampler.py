@@ -8,7 +8,7 @@ that token is the pick, because the others' noise stays the same.
 
 Order: biases, penalties and bans (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`),
 top-n-sigma, top-k, typical-p, top-p, min-p, XTC, temperature, draw. The filters keep what llama.cpp's of the same names
-keep (`stage.sampling.filters`, `stage.sampling.ranked`).
+keep (`stage.sampling.filters`, `stage.sampling.sorting_filters`).
 
 Mirostat stands in place of penalties and filters. It alone has a state that tokens do not tell: it travels with each
 sample, and comes back with the open (`stage.sampling.mirostat`).
@@ -36,7 +36,7 @@ from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_
 from relayline.stage.sampling.mirostat import Mirostat
 from relayline.stage.sampling.noise import Noise
 from relayline.stage.sampling.penalties import Penalties, Repetition
-from relayline.stage.sampling.ranked import Filters, xtc_acts
+from relayline.stage.sampling.sorting_filters import Filters, xtc_acts
 from relayline.stage.sampling.together import DrawsTogether
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
@@ -95,8 +95,8 @@ class SamplingOptions:
         return Mirostat(int(version), tau, eta, self.temperature, self.numbers.get("mirostat_mu"))
 
     @property
-    def ranked(self) -> Filters | None:
-        """The filters that rank tokens, with those before and after them; None where none of them is asked for."""
+    def sorting_filters(self) -> Filters | None:
+        """The filters that sort tokens, with those before and after them; None where none of them is asked for."""
         sigma, typical = self.number("top_n_sigma"), self.number("typical_p")
         xtc = self.number("xtc_threshold") if self.number("xtc_probability") else 1.0
         if sigma == 0 and typical == 1.0 and xtc > 0.5:
@@ -190,7 +190,7 @@ class SessionSampler:
         is_changed = frequency or presence or options.logit_bias or not repetition.is_neutral
         if is_changed or bans is not None or dry is not None:
             self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry)
-        self._ranked = options.ranked
+        self._sorting = options.sorting_filters
         self.n_vocab = n_vocab
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
         self._is_open = True
@@ -213,7 +213,7 @@ class SessionSampler:
     @property
     def draws_plainly(self) -> bool:
         """Whether it draws, and its filters are top-k, top-p and min-p alone: see `stage.sampling.rows`."""
-        return self.options.temperature > 0 and self._mirostat is None and self._ranked is None and self._is_open
+        return self.options.temperature > 0 and self._mirostat is None and self._sorting is None and self._is_open
 
     def sample(self, logits: npt.NDArray[np.float32], position: int) -> Sampled:
         """Pick the token for absolute `position` from `logits` (f32 [n_vocab], left unchanged).
@@ -281,8 +281,8 @@ class SessionSampler:
             token = scratch.draws.draw(kept, float(kept.max()), options.temperature, keys, tokens)
             mirostat.said(token, tokens, kept)
             return token
-        if self._ranked is not None:
-            filters = self._ranked
+        if self._sorting is not None:
+            filters = self._sorting
             if not xtc_acts(options.seed, position, options.number("xtc_probability")):
                 filters = dataclasses.replace(filters, xtc_threshold=1.0)
             tokens = filters.kept(logits)

@@ -77,8 +77,14 @@ CPU_TICK_NS = 10_000_000
 CONTEXT_PART = 1 / 6_000  # of a row's cost: a token of its context
 FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (measured: a fifth to a half)
 USUAL_ROWS, USUAL_STEPS_MIN, USUAL_STEPS_MAX = 4, 5, 40  # steps that tell how much they differ
+ROW_SIZE = 0.01  # of the values of a row
 CACHE_VERSION = 11
+ROWS_DIFFER = "rows differ"  # of a model with experts: until it was so, all of them chose the same ones
 MEASURED_ALONE = "alone"  # of a GPU's curves: earlier ones, that other stages may have disturbed, are not used
+CORES_TAKEN = (
+    "other programs held the cores while this stage measured its speed. Plans may be off until real steps correct "
+    "that; the next start measures again"
+)
 CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # compared with a remembered curve; the first step may also read the weights
 CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
 BAD_MOMENT = 1.25  # times as long as now most of these steps took: then it was measured in one
@@ -351,10 +357,19 @@ def _run(
     engine.positions[:n_rows] = positions
     engine.wants[:n_rows] = wants_all
     engine.wants[n_rows - 1] = 1
-    engine.input_rows[:n_rows] = 0.01
+    engine.input_rows[:n_rows] = _different_rows(n_rows, engine.artifact.width_in)
     started_ns, started_cpu_ns = time.monotonic_ns(), time.process_time_ns()
     engine.decode(n_rows)
     return times.undisturbed_ns(time.monotonic_ns() - started_ns, time.process_time_ns() - started_cpu_ns)
+
+
+def _different_rows(n_rows: int, width: int) -> npt.NDArray[np.float32]:
+    """Return rows that are the same each time, and no two of them alike: equal ones would all choose the same experts.
+
+    Each is the one before it, moved on by a value.
+    """
+    values = np.random.default_rng(0).standard_normal(n_rows + width - 1, np.float32)
+    return np.lib.stride_tricks.sliding_window_view(values * np.float32(ROW_SIZE), width)
 
 
 def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:
@@ -389,9 +404,9 @@ def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load
     if load is not None:
         times.before_each = lambda: load.at(MEASURING, min(1.0, (time.monotonic() - began_s) / BUDGET_S))
     curves = calibrate(engine, times=times)
-    if curves.doubt:
-        log.warning("%s", curves.doubt)
-    if times.are_doubtful:
+    if doubt := CORES_TAKEN if times.are_doubtful else curves.doubt:
+        log.warning("%s", doubt)
+    if times.are_doubtful or (curves.doubt and times.n_threads):
         return curves  # real steps correct them while this process lives; the next one measures again
     stored = _Stored(curves.decode.points(), curves.prefill.points(), curves.context_ns, curves.context_tiled_ns)
     with contextlib.suppress(OSError):  # without the file, the next start measures again
@@ -411,6 +426,7 @@ def _key(engine: NativeEngine) -> str:
              min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),
              (*ggml.devices(), MEASURED_ALONE) if settings.gpu_layers else (), *_device_settings(settings),
              *([settings.rewind_rows] if engine.rewind_rows else []),
+             *([ROWS_DIFFER] if artifact.has_experts else []),
              *(["window"] if engine.attention.keeps_window else []))  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

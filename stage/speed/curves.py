@@ -133,7 +133,8 @@ class Curves:
                 (few, few_ns), (many, many_ns) = curve.points()[0], curve.points()[-1]
                 return (
                     f"{many} {kind} rows seem to take {many_ns / 1e6:.2f} ms and {few} {few_ns / 1e6:.2f} ms: "
-                    "the clock may stop before a step is computed, and plans built on that would be wrong"
+                    "other programs disturbed the short steps, or the model is tiny for this device. Plans may be off "
+                    "until real steps correct that; if it was busy, measure again when it is idle"
                 )
         return ""
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from relayline.wire.common.errors import InternalError, LaneLimitError, PositionGapError, SessionError
+from relayline.wire.common.texts import plural
 
 OWED_NS = 3_000_000_000  # a coordinator that still wants the lane it was refused asks again within this time
 
@@ -116,7 +117,8 @@ class LaneTable:
             if is_claimed:
                 raise LaneLimitError("the next lane is for another coordinator, which has fewer of this stage")
         if not self._free:
-            raise LaneLimitError(f"all {self.n_lanes} lanes of this stage are taken")
+            lanes = plural(self.n_lanes, "the one lane of this stage is", f"all {self.n_lanes} lanes of this stage are")
+            raise LaneLimitError(f"{lanes} taken")
         if wanted in self._free:
             self._free.remove(wanted)
             index = wanted

@@ -165,7 +165,7 @@ class Sessions:
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key
         sampler = self._sampler(options)  # first, because it may refuse
-        pool = self._pool(int(sampler.options.number("pooling"))) if sampler is not None else None
+        pool = self._pool(sampler.options) if sampler is not None else None
         if kept := self._lanes.in_the_way(frame.session_id, frame.route_id):
             self._store_kept([kept])
             self.close((kept.route_id, kept.session_id))
@@ -215,14 +215,19 @@ class Sessions:
             return None
         return SessionSampler(sampling, self._engine.n_vocab, options.said, self._vocabulary, options.read)
 
-    def _pool(self, kind: int) -> Pool | None:
+    def _pool(self, options: SamplingOptions) -> Pool | None:
         """Return what pools a session's hidden rows, None for one that samples. Raises NotServedError."""
+        kind, hidden = int(options.number("pooling")), self._engine.hidden
         if not kind:
             return None
-        if self._engine.hidden is None:
+        if hidden is None:
             text = "this model's last stage gives no hidden rows; on a GPU it does with --embeddings, on a CPU always"
             raise NotServedError(f"embeddings: {text}, if its architecture has them at all")
-        return Pool(kind, self._engine.n_embd)
+        if not options.number("ranked"):
+            return Pool(kind, self._engine.n_embd)
+        if hidden.rank_head is None:
+            raise NotServedError("reranking: this model's last stage has no head that ranks")
+        return Pool(kind, self._engine.n_embd, hidden.rank_head.chances)
 
     def close(self, key: tuple[int, int]) -> None:
         """Give a session's lane and sampler back; it need not be open."""

@@ -15,43 +15,37 @@ from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.speed.curves import shape_of
+from relayline.stage.steps.forwarding import Forwarding
 from relayline.stage.steps.grants import mark_granted
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable, LaneUsage
+from relayline.stage.steps.outputs import StepOutputs
 from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.picking import (
     Picking,
     count_wanted,
-    drafts_of,
     is_guessed_wrong,
     pick_all,
     pooled,
     prepare,
     wanted_rows,
 )
-from relayline.stage.steps.placement import Placed, grid_at, heads_of, run_length
+from relayline.stage.steps.placement import Placed, grid_at, run_length
 from relayline.stage.steps.sessions import Sessions
-from relayline.stage.steps.step_types import Embeddings, Engine, Predictor, RouteOutput, RouteWiring, StepResult
-from relayline.wire.common import bounds
+from relayline.stage.steps.step_types import Embeddings, Engine, Predictor, RouteWiring, StepResult
 from relayline.wire.common.errors import (
     InternalError,
     LaneLimitError,
-    NumericError,
-    PositionGapError,
     ProtocolError,
     RelaylineError,
-    SessionError,
 )
 from relayline.wire.envelopes import trace_context
-from relayline.wire.envelopes.buffers import BufferPool, with_extras
 from relayline.wire.envelopes.frames import Flag
-from relayline.wire.envelopes.rows import RowEncoder, decode_f16
-from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.envelopes.rows import decode_f16
 
 GUESSES = Flag.DRAFTED | Flag.GUESSED
 _TOKENS, _HALF = np.dtype(np.int32), np.dtype(np.float16)
@@ -88,7 +82,7 @@ class StepExecutor:
         # By memoryview: with cold caches numpy takes several times as long to take a single number.
         self._positions, self._seq_ids = engine.positions.data, engine.seq_ids.data
         self._wants = engine.wants.data
-        self._encoder = RowEncoder(engine.max_rows, engine.output_rows.shape[1])
+        self._forwarding = Forwarding(engine.output_rows, engine.max_rows, stage_index)
 
     def execute(self, step: Step, riders: Sequence[QueuedFrame] = ()) -> StepResult:
         """Run the step. Session errors become faults in the result; nothing is raised for them.
@@ -96,7 +90,7 @@ class StepExecutor:
         riders: rows that `stage.steps.run_ahead` adds to the decode. Their lanes fit. Nothing is sampled for them, and
         their lanes' positions do not move; the result has their places.
         """
-        outputs: dict[int, RouteOutput] = {}
+        outputs = StepOutputs(self.routes, self.sessions.broken, self.stage_index)
         controls = [frame for frame in self._current(step.controls) if self._apply_control(outputs, frame)]
         if step.controls:
             self.usage = self.lanes.usage
@@ -122,11 +116,11 @@ class StepExecutor:
         if self.engine.is_last:
             self._sample(outputs, placed)
         else:
-            self._encode(outputs, controls, placed, result.context)
-        _finish(result, outputs, decoded_ns)
+            self._forwarding.write(outputs, controls, placed, result.context)
+        outputs.finish(result, decoded_ns)
         return result
 
-    def _decode(self, outputs: dict[int, RouteOutput], placed: list[Placed], result: StepResult) -> bool:
+    def _decode(self, outputs: StepOutputs, placed: list[Placed], result: StepResult) -> bool:
         """Run the native decode and describe it in the result; false, with a fault for every frame, if it failed."""
         members, padding = result.members, self._padding
         self._n_decodes += 1
@@ -160,7 +154,7 @@ class StepExecutor:
             for item in placed:
                 # A lane with a recurrent state may be empty now, and its next row would not be refused.
                 item.lane.next_position = min(item.lane.next_position, self.engine.lane_tokens(item.lane.index))
-                self._fault(outputs, item.frame, error)
+                outputs.fault(item.frame, error)
         result.decode_ns = time.monotonic_ns() - result.started_ns
         result.micro_batches = self.engine.micro_batches
         if padding is not None and result.padded_rows:
@@ -182,10 +176,10 @@ class StepExecutor:
         result.n_rows, result.context = len(placed), self.mark(step.frames)
         for item in placed:
             item.lane.next_position = item.position_after
-        outputs: dict[int, RouteOutput] = {}
+        outputs = StepOutputs(self.routes, self.sessions.broken, self.stage_index)
         began_ns = time.monotonic_ns()
         self._sample(outputs, placed)
-        _finish(result, outputs, began_ns)
+        outputs.finish(result, began_ns)
         return result
 
     def learn(self, result: StepResult) -> None:
@@ -245,16 +239,16 @@ class StepExecutor:
         routes = self.routes
         return [f for f in frames if (wiring := routes.get(f.route_id)) is not None and wiring.epoch == f.epoch]
 
-    def _apply_control(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
+    def _apply_control(self, outputs: StepOutputs, frame: QueuedFrame) -> bool:
         """Apply a control; returns whether it is passed on downstream."""
         try:
             self.sessions.control(frame)
         except RelaylineError as error:
-            self._fault(outputs, frame, error)
+            outputs.fault(frame, error)
             return False
         return True
 
-    def _is_pointless(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
+    def _is_pointless(self, outputs: StepOutputs, frame: QueuedFrame) -> bool:
         """Answer a frame whose draft rows this stage already knows to be wrong; returns whether it was one.
 
         Drafts behind a fault are dropped silently: their lane may be long enough, and yet have other content.
@@ -263,10 +257,10 @@ class StepExecutor:
             return True
         is_wrong = is_guessed_wrong(frame, self.sessions.samplers.get(frame.session_key))
         if is_wrong:
-            self._passed(outputs, frame)
+            outputs.passed(frame)
         return is_wrong
 
-    def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
+    def _place_all(self, outputs: StepOutputs, frames: list[QueuedFrame]) -> list[Placed]:
         """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
         rows_max, wanted_max = self.engine.max_rows, self.engine.max_wanted
         place, is_last = self.lanes.place, self.engine.is_last
@@ -283,7 +277,7 @@ class StepExecutor:
                     if drop_from is not None:
                         self.engine.check_rewind(lane.index, drop_from)
                 except RelaylineError as error:
-                    self._fault(outputs, frame, error)
+                    outputs.fault(frame, error)
                     continue
                 placed.append(Placed(frame, n_rows, lane, drop_from))
                 self._describe(frame, n_rows, lane.index)
@@ -311,7 +305,7 @@ class StepExecutor:
         self._seq_ids[row : row + count] = array("i", (lane,)) * count
         self._wants[row : row + count] = array("b", wanted_rows(frame))
 
-    def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[QueuedFrame]:
+    def _fill_all(self, outputs: StepOutputs, placed: list[Placed]) -> list[QueuedFrame]:
         """Fill the input rows, with one call for neighbouring frames of one message.
 
         Returns frames that cannot be filled. Their faults are reported; the caller places the others again.
@@ -328,7 +322,7 @@ class StepExecutor:
                     try:
                         self._fill([item])
                     except RelaylineError as error:
-                        self._fault(outputs, item.frame, error)
+                        outputs.fault(item.frame, error)
                         unreadable.append(item.frame)
             at += run
         return unreadable
@@ -351,29 +345,7 @@ class StepExecutor:
 
     # --- output -------------------------------------------------------------------------------------------------------
 
-    def _output(self, outputs: dict[int, RouteOutput], route_id: int) -> RouteOutput:
-        if route_id not in outputs:
-            outputs[route_id] = RouteOutput(route_id, self.routes[route_id].epoch)
-        return outputs[route_id]
-
-    def _fault(self, outputs: dict[int, RouteOutput], frame: QueuedFrame, error: RelaylineError) -> None:
-        broken = self.sessions.broken
-        if frame.session_key in broken and isinstance(error, PositionGapError | SessionError):
-            return
-        if len(broken) < bounds.SESSIONS_PER_LINK_MAX:
-            broken.add(frame.session_key)
-        self._output(outputs, frame.route_id).faults.append(
-            pb.SessionFault(
-                session_id=frame.session_id,
-                stage_index=self.stage_index,
-                position=frame.position,
-                label=error.label,
-                message=error.message,
-                retryable=error.retryable,
-            )
-        )
-
-    def _sample(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> None:
+    def _sample(self, outputs: StepOutputs, placed: list[Placed]) -> None:
         pickings: list[Picking] = []
         for item in placed:
             frame = item.frame
@@ -383,7 +355,7 @@ class StepExecutor:
                 self._pool(outputs, item)
                 continue
             if not frame.flags & (Flag.WANTS_SAMPLE | Flag.DRAFTED):
-                self._passed(outputs, frame)
+                outputs.passed(frame)
                 continue
             sampler = self.sessions.samplers[frame.session_key]
             wants_logits = frame.session_key in self.sessions.wants_logits
@@ -393,16 +365,16 @@ class StepExecutor:
         self.sessions.predicting.note(placed, pickings)
         for picking in pickings:
             frame = picking.item.frame
-            output = self._output(outputs, frame.route_id)
+            output = outputs.of(frame.route_id)
             output.samples.extend(picking.samples)
             if frame.argument and frame.flags == Flag.WANTS_SAMPLE and picking.is_complete:
                 output.granted.append((frame, mark_granted(picking.samples[-1], frame.argument)))
             if picking.error is not None:
-                self._fault(outputs, frame, picking.error)
+                outputs.fault(frame, picking.error)
             elif not picking.is_complete:
-                self._passed(outputs, frame)
+                outputs.passed(frame)
 
-    def _pool(self, outputs: dict[int, RouteOutput], item: Placed) -> None:
+    def _pool(self, outputs: StepOutputs, item: Placed) -> None:
         """Pool a frame's hidden rows; behind the last of its prompt, answer with the embedding."""
         frame, hidden = item.frame, self.engine.hidden
         try:
@@ -410,71 +382,12 @@ class StepExecutor:
                 raise InternalError("a session pools hidden rows at a stage that has none")
             sample = pooled(item, hidden, self.sessions.pools[frame.session_key])
         except RelaylineError as error:
-            self._fault(outputs, frame, error)
+            outputs.fault(frame, error)
             return
         if sample is None:
-            self._passed(outputs, frame)
+            outputs.passed(frame)
         else:
-            self._output(outputs, frame.route_id).samples.append(sample)
-
-    def _passed(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> None:
-        """Say that the frame has been dealt with, where no sample behind its last row does."""
-        passed = pb.Progress(session_id=frame.session_id, position=frame.position + frame.n_rows)
-        self._output(outputs, frame.route_id).progress.append(passed)
-
-    def _encode(
-        self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[Placed], context: bytes
-    ) -> None:
-        is_only = len(self.routes) == 1  # nearly always
-        for route_id in self.routes if is_only else {f.route_id for f in (*controls, *(item.frame for item in placed))}:
-            pool = self.routes[route_id].pool
-            if pool is None:
-                continue
-            mine = placed if is_only else [item for item in placed if item.frame.route_id == route_id]
-            heads = controls if is_only else [frame for frame in controls if frame.route_id == route_id]
-            if not self._encode_route(outputs, pool, route_id, heads, mine, context):
-                finite = self._finite(outputs, mine)
-                self._encode_route(outputs, pool, route_id, heads, finite, context)
-
-    def _encode_route(
-        self,
-        outputs: dict[int, RouteOutput],
-        pool: BufferPool,
-        route_id: int,
-        controls: list[QueuedFrame],
-        placed: list[Placed],
-        context: bytes,
-    ) -> bool:
-        """Write one route's envelope into its output; false, and nothing written, if a row is not finite."""
-        forwarded = controls + [item.frame for item in placed]
-        if not forwarded:
-            return True
-        rows = _rows_of(placed, self.engine.output_rows)
-        buffer = pool.lease(len(forwarded), len(rows))
-        encoded = self._encoder.encode(rows, buffer.payload)
-        if not encoded.all_finite:
-            pool.give_back(buffer)
-            return False
-        wiring = self.routes[route_id]
-        wiring.sequence += 1
-        output = self._output(outputs, route_id)
-        output.sent_ns = time.monotonic_ns()
-        buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns, context, heads_of(forwarded))
-        options = [frame.options or pb.SessionOptions() for frame in controls if frame.flags & Flag.OPEN]
-        drafts = drafts_of(forwarded)
-        output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options, drafts)
-        return True
-
-    def _finite(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[Placed]:
-        """Fault the sessions whose rows hold NaN or infinity; returns the others."""
-        good: list[Placed] = []
-        for item in placed:
-            if np.isfinite(self.engine.output_rows[item.row : item.row + item.frame.n_rows]).all():
-                good.append(item)
-            else:
-                problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
-                self._fault(outputs, item.frame, problem)
-        return good
+            outputs.of(frame.route_id).samples.append(sample)
 
 
 def _advance(engine: Engine, placed: list[Placed]) -> None:
@@ -491,26 +404,6 @@ def _apart(placed: list[Placed], riders: Sequence[QueuedFrame]) -> tuple[list[Pl
     ahead = set(map(id, riders))
     own = [item for item in placed if id(item.frame) not in ahead]
     return own, [item for item in placed if id(item.frame) in ahead]
-
-
-def _finish(result: StepResult, outputs: dict[int, RouteOutput], since_ns: int) -> None:
-    """Put the outputs, which were begun at since_ns, into the result."""
-    now_ns = time.monotonic_ns()
-    result.encode_ns = now_ns - since_ns
-    for output in outputs.values():
-        output.sent_ns = output.sent_ns or now_ns
-    result.outputs = list(outputs.values())
-
-
-def _rows_of(placed: list[Placed], output_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the output rows of frames: a view where they stand together, which is always but after a fault."""
-    if not placed:
-        return output_rows[:0]
-    first, last = placed[0], placed[-1]
-    end = last.row + last.frame.n_rows
-    if end - first.row == sum([item.frame.n_rows for item in placed]):
-        return output_rows[first.row : end]
-    return np.concatenate([output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
 
 
 def _decode_rows(

@@ -21,9 +21,17 @@ from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
+class Ranker(Protocol):
+    """The head of a reranker; see stage.engine.rank_head.RankHead."""
+
+    def chances(self, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]: ...  # noqa: D102
+
+
 class Hidden(Protocol):
     """The last stage's hidden rows; see stage.engine.hidden.HiddenRows."""
 
+    @property
+    def rank_head(self) -> Ranker | None: ...  # noqa: D102
     def want(self, *, wanted: bool) -> None: ...  # noqa: D102
     def rows(self, first: int, n_rows: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
 

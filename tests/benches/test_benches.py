@@ -93,8 +93,9 @@ def test_a_smoke_run_goes_on_without_peers_that_cannot_be_built(
         (("benches.pauses", "--quick", "--prompt", "20", "--cut-link"), "pauses.json"),
         (("benches.chats", "--quick", "--system", "40", "--prompt", "20", "--turns", "2"), "chats.json"),
         (("benches.drafts", "--quick"), "drafts.json"),
+        (("benches.layers", "--quick"), "layers.json"),
     ],  # compare runs as a whole in CI's smoke run, and below until it is interrupted
-    ids=["hop", "contexts", "cliffs", "windows", "quantisation", "pauses", "pauses-link", "chats", "drafts"],
+    ids=["hop", "contexts", "cliffs", "windows", "quantisation", "pauses", "pauses-link", "chats", "drafts", "layers"],
 )
 def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tuple[str, ...], written: str) -> None:
     run = subprocess.run(
@@ -119,6 +120,12 @@ def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tu
     if written == "drafts.json":
         assert [(run["draft"], run["share"]) for run in results["runs"][:2]] == [("off", 1.0), ("auto", 1.0)]
         assert [run["accepted"] > 0 for run in results["runs"][:2]] == [False, True]
+    if written == "layers.json":
+        whole, layers = (run["started"] for run in results["runs"])
+        n_layers_bytes = layers["disk_bytes"]["one"] + layers["disk_bytes"]["two"]
+        assert layers["disk_bytes"]["up"] < results["model_bytes"] // 2 < n_layers_bytes
+        assert whole["disk_bytes"]["up"] > 2 * results["model_bytes"]
+        assert whole["hub_bytes"] == results["model_bytes"]
     if written == "pauses.json":
         assert [(loss["policy"], loss["n_streams"]) for loss in results["losses"]] == [("auto", 3), ("drain", 3)]
         assert all(loss["n_paused"] and loss["ready_s"] > 0 and min(loss["pauses_s"]) > 0 for loss in results["losses"])

@@ -18,6 +18,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 
 TINY = Shape("tiny", "llama", 256, 2, 4, 2, 64, 256, 400)
 TINY_QWEN = Shape("tiny-qwen", "qwen3", 256, 2, 2, 1, 128, 256, 400)
+TINY_EXPERTS = Shape("tiny-experts", "qwen3moe", 256, 2, 2, 1, 128, 256, 400, n_experts=8, n_used=2)
 TINY_HYBRID = Shape("tiny-hybrid", "qwen35", 256, 8, 2, 1, 128, 256, 400)
 
 
@@ -56,7 +57,7 @@ def test_the_same_model_has_the_same_bytes_and_another_seed_has_others(tmp_path:
 
 
 @pytest.mark.parametrize("mix", ["q4_0", "q4_k_m", "nvfp4"])
-@pytest.mark.parametrize("shape", [TINY, TINY_QWEN, TINY_HYBRID], ids=lambda shape: shape.architecture)
+@pytest.mark.parametrize("shape", [TINY, TINY_QWEN, TINY_EXPERTS, TINY_HYBRID], ids=lambda shape: shape.architecture)
 def test_answers_of_a_model_vary_and_hold_no_byte_or_end_token(tmp_path: Path, shape: Shape, mix: str) -> None:
     write_model(tmp_path / "m.gguf", shape, mix)
     prompts = prompts_for(4, 8, shape.n_vocab)

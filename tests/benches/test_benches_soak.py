@@ -6,12 +6,14 @@ import asyncio
 import collections
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benches import soak
+from benches.reference import expected_answers
 from benches.soak import RESTARTS, Fault, faults_of, inflict
 from benches.verdicts import CANCELLED, faulty
 from relayline.deploy.cli.load import Request
@@ -60,6 +62,37 @@ def test_only_whole_answers_of_the_model_and_beginnings_of_cancelled_ones_are_ri
 def test_a_stage_that_keeps_lanes_or_says_nothing_is_wrong() -> None:
     stages = [{"index": 0, "lanes_used": 0}, {"index": 1, "lanes_used": 2}, {"index": 2}]
     assert soak.kept_lanes({"stages": stages}) == ["stage 1 keeps 2 lanes", "stage 2 keeps an unknown number of lanes"]
+
+
+async def test_an_answer_is_judged_under_the_adapter_that_its_request_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[list[Request], Path | None]] = []
+
+    async def wrong(_: Path, __: str, ___: Any, requests: list[Request], adapter: Path | None) -> list[str]:
+        judged.append((requests, adapter))
+        return ["prompt 0: HTTP 503"] if adapter else []
+
+    monkeypatch.setattr(soak, "wrong_answers", wrong)
+    busy = soak.Soak(1, 1.0, adapters={"one": tmp_path / "one.gguf"})
+    plain, chosen = request_of([5], 1), request_of([6], 1)
+    chosen.fields = {"model": "one"}
+    busy.requests = [plain, chosen]
+    assert await soak.wrong_by_adapter(busy) == ["adapter one, prompt 0: HTTP 503"]
+    assert judged == [([plain], None), ([chosen], tmp_path / "one.gguf")]
+
+
+async def test_an_answer_under_another_adapter_than_the_chosen_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "relayline" / "bench-models").mkdir(parents=True)
+    adapters, prompts = soak.random_adapters(tmp_path), soak.Soak(1, 1.0).prompts[:4]
+    one, two = (adapters[name] for name in soak.ADAPTERS)
+    answers = await expected_answers(soak.MODEL, prompts, 3, 1, adapter=one)
+    requests = [Request(at, 3, 0, list(answer), [0] * 3) for at, answer in enumerate(answers)]
+    for judge, n_wrong in ((one, 0), (two, 4), (None, 4)):
+        assert len(await soak.wrong_answers(soak.MODEL, "q4_0", prompts, requests, judge)) == n_wrong
 
 
 async def waiting_process() -> tuple[asyncio.subprocess.Process, Any]:

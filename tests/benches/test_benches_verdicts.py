@@ -83,4 +83,10 @@ async def test_the_unsplit_model_is_computed_by_the_libraries_named_and_remember
     for libraries, expected in ((None, 1), (tmp_path / "a", 2), (tmp_path / "b", 3), (tmp_path / "a", 2), (None, 1)):
         assert await reference.expected_answers(model, prompts, 1, 1, libraries) == [(expected,)]
     assert await reference.score(model, [((1,), (2,))], 1, tmp_path / "a") == [[4]]
+    (adapter := tmp_path / "lora.gguf").write_bytes(b"1")
+    for content, expected in ((b"1", 5), (b"2", 6), (b"1", 5)):
+        adapter.write_bytes(content)
+        assert await reference.expected_answers(model, prompts, 1, 1, adapter=adapter) == [(expected,)]
+    assert found.count(None) == 3
+    del found[-2:]
     assert found == [None, str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a")]

@@ -1,4 +1,7 @@
-"""`make setup`: what it asks of pip, with which CMAKE_ARGS, and when there is nothing to do. Nothing is installed."""
+"""`make setup`: what it asks of pip, with which CMAKE_ARGS, and when there is nothing to do. Nothing is installed.
+
+Also `make demo`: which command it runs.
+"""
 
 from __future__ import annotations
 
@@ -191,3 +194,13 @@ def test_the_tried_versions_are_installed_unless_the_newest_are_asked_for(tree: 
     tree.setup(LATEST="1")
     assert "--upgrade --editable" in tree.record.read_text()
     assert "--constraint" not in tree.record.read_text()
+
+
+@pytest.mark.parametrize(("arguments", "command"), [((), "demo"), (("KEEP=1",), "demo --keep")])
+def test_the_demo_is_the_command_whose_errors_are_one_line(
+    tree: Tree, arguments: tuple[str, ...], command: str
+) -> None:
+    tree.setup()
+    tree.record.unlink()
+    assert tree.make("demo", *arguments).returncode == 0
+    assert tree.record.read_text().splitlines() == [f"-m relayline.deploy.cli {command} | "]

@@ -9,7 +9,10 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from relayline.coordinator.engine.stage_client import StageClient
@@ -26,9 +29,13 @@ from relayline.wire.common.errors import (
     StageLostError,
     StaleEpochError,
     again,
+    grpc_status,
 )
 from relayline.wire.common.tasks import end_task
+from relayline.wire.links import rpc
+from relayline.wire.links.listening import Listener
 from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.security import PLAINTEXT
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import EPOCH, ROUTE
 from tests.support.served_stage import Coordinator, StageUnderTest, served
@@ -83,6 +90,45 @@ async def test_a_return_stream() -> None:
         await one.client.close()
         one.client = StageClient(one.stage.address)
         assert await gone(channel)
+
+
+async def test_the_route_of_an_aborted_return_stream() -> None:
+    """gRPC's context keeps the error with which a call was aborted, and the context is in the frames that it passed."""
+    async with configured() as (stage, one):
+        await one.listen()
+        found = weakref.ref(stage.service.epochs.standing(ROUTE, EPOCH))
+        await one.configure(epoch=EPOCH + 1)
+        assert await gone(found)
+
+
+async def test_an_aborted_call_of_a_guarded_port() -> None:
+    """gRPC's context has the call, and so its connection; in those frames it would be in a cycle."""
+
+    async def refuse(_: object, context: Any) -> None:
+        await rpc.abort(context, StaleEpochError("over"))
+
+    def kept() -> list[object]:
+        return [each for each in gc.get_objects() if isinstance(each, grpc.aio.AbortError)]
+
+    listener = Listener(PLAINTEXT, "stage 1")
+    handlers = {"Watch": grpc.stream_stream_rpc_method_handler(refuse)}
+    listener.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, handlers),))
+    port = listener.add_port("127.0.0.1", 0)
+    await listener.server.start()
+    channel = rpc.open_channel(f"127.0.0.1:{port}")
+    try:
+        with no_collector():
+            for _ in range(9):
+                call = channel.stream_stream(rpc.method("Watch"))()
+                assert await call.code() is grpc_status(StaleEpochError(""))
+            for _ in range(100):
+                if len(kept()) <= 2:
+                    break
+                await asyncio.to_thread(lambda: None)
+            assert len(kept()) <= 2, "gRPC has the latest until the next ones"
+    finally:
+        await channel.close()
+        await listener.server.stop(None)
 
 
 @pytest.mark.parametrize("ends", ["closed here", "ended there"])

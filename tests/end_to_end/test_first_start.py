@@ -51,6 +51,7 @@ class Up:
                 self._start(event, state)
             if event["event"] == "ready":
                 return self
+        self.__exit__()
         raise AssertionError(f"not ready: {(self.directory / 'up.log').read_text()}")
 
     def _start(self, event: dict[str, Any], state: Path) -> None:

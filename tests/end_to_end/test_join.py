@@ -136,20 +136,20 @@ async def test_eight_streams_while_a_stage_is_killed_and_comes_back_elsewhere(pi
 async def test_stages_keep_their_engines_over_a_restart_of_the_coordinator(pipeline: Pipeline) -> None:
     async with aiohttp.ClientSession() as session:
         client = LongClient(session, {"url": pipeline.url, "model": "relayline-demo"})
-        before = [entry["instance_id"] for entry in (await client.pipeline())["stages"]]
+        before = [entry["instance_id"] for entry in await client.stages()]
         first = tokens_of(await client.stream(PROMPTS[0]))
         pipeline.coordinator.stop(signal.SIGKILL)
         http = pipeline.url.removeprefix("http://")
         pipeline.coordinator = await asyncio.to_thread(coordinator, pipeline.split, pipeline.join, http)
         ready = await asyncio.to_thread(pipeline.coordinator.next_event, "ready")
         assert ready["event"] == "ready"
-        assert [entry["instance_id"] for entry in (await client.pipeline())["stages"]] == before
+        assert [entry["instance_id"] for entry in await client.stages()] == before
         await assert_same_greedy(client, PROMPTS[0], first, tokens_of(await client.stream(PROMPTS[0])))
 
 
 async def test_a_stage_that_ends_says_goodbye_and_a_coordinator_that_ends_does_too(pipeline: Pipeline) -> None:
     assert await asyncio.to_thread(pipeline.stages["c"].stop) == 0
-    await asyncio.to_thread(pipeline.coordinator.wait_for_log, "reason=it said goodbye")
+    await asyncio.to_thread(pipeline.coordinator.wait_for_log, 'reason="it said goodbye"')
     assert await asyncio.to_thread(pipeline.coordinator.stop) == 0
     await asyncio.to_thread(pipeline.stages["a"].wait_for_log, "the coordinator is shutting down")
     assert [pipeline.stages[name].stop() for name in ("a", "b")] == [0, 0]

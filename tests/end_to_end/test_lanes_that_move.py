@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from relayline.coordinator.engine import moves, stage_client
 from relayline.coordinator.engine.moves import MoveState
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
@@ -126,6 +127,10 @@ async def world(directory: Path, kv_layout: str, grant_steps: int = 0) -> AsyncI
 
     mover, stopping = LayerMover(pipeline, cut), asyncio.Event()
     async with asyncio.timeout(WAIT_S), contextlib.AsyncExitStack() as stack:
+        # A busy host takes longer for a step than a switch waits, or for the status of a stage than a picture does.
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(moves, "SETTLE_MAX_S", WAIT_S)
+        patch.setattr(stage_client, "STATUS_TIMEOUT_S", WAIT_S)
         joined = serve_joining(joining, directory / "split", file, roster, security, mover.attach)
         address, _ = await stack.enter_async_context(joined)
         made = World(pipeline, mover, address, directory)

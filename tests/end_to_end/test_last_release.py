@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import signal
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ import pytest_asyncio
 from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.processes import Running, relayline
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
-from tests.support.http_client import Client, OnceAllBegan, assert_same_greedy, tokens_of
+from tests.support.http_client import Client, assert_same_greedy, stopped_under_way, tokens_of
 from tests.support.last_release import prefix, runs_from, unpacked
 
 pytestmark = pytest.mark.slow  # real processes, and extensions to compile
@@ -116,9 +117,8 @@ async def replaced_under_streams(pipeline: Mixed, client: Client, name: str, ver
     """Replace a stage while every stream is under way, and hold the answers against undisturbed ones."""
     undisturbed = await answers(client, n_tokens=TOKENS_DISTURBED)
     n_epochs = len(re.findall(RESUMED, pipeline.coordinator.stderr))
-    loss = OnceAllBegan(len(PROMPTS), pipeline.stages[name].process.kill)
-    disturbed = asyncio.create_task(answers(client, loss, TOKENS_DISTURBED))
-    await loss.acted.wait()
+    ask = functools.partial(answers, client, n_tokens=TOKENS_DISTURBED)
+    disturbed = await stopped_under_way(client, ask, len(PROMPTS), pipeline.stages[name].process.pid)
     await asyncio.to_thread(pipeline.replace, name, version)
     for prompt, left, right in zip(PROMPTS, undisturbed, await disturbed, strict=True):
         await assert_same_greedy(client, prompt, left, right)

@@ -94,7 +94,7 @@ async def test_layers_move_under_eight_streams(pipeline: Pipeline) -> None:
     async with aiohttp.ClientSession() as session:
         client = LongClient(session, {"url": pipeline.url, "model": "relayline-demo"})
         undisturbed = await eight(client)
-        before, was = await client.pipeline(), await layers(session, pipeline.url)
+        before, was = await client.stages(), await layers(session, pipeline.url)
         first, second = was["cuts"]
         is_over, gaps = asyncio.Event(), Gaps()
         asking = [asyncio.create_task(answers_until(client, prompt, is_over, gaps)) for prompt in PROMPTS]
@@ -109,16 +109,16 @@ async def test_layers_move_under_eight_streams(pipeline: Pipeline) -> None:
         assert resumed[0] == 0
         assert resumed[1] > 0, "nothing ran when the layers were switched"
         assert len(resumed) == 2, "one planned switch is one new epoch"
-        after, now = await client.pipeline(), await layers(session, pipeline.url)
+        after, now = await client.stages(), await layers(session, pipeline.url)
         assert now["cuts"] == [first, second - 1]
         assert (now["move"]["state"], now["move"]["keep"], now["move"]["problem"]) == ("done", ["a"], "")
         assert now["move"]["paused_s"] < PAUSE_MAX_S
         # A step that takes longer than the switch waits for is computed again.
         assert now["move"]["replayed_tokens"] < now["move"]["kept_tokens"]
         assert "; running requests kept " in output
-        old, new = ([entry["instance_id"] for entry in seen["stages"]] for seen in (before, after))
+        old, new = ([entry["instance_id"] for entry in seen] for seen in (before, after))
         assert [one == other for one, other in zip(old, new, strict=True)] == [True, False, False]
-        assert [entry["restarts"] for entry in after["stages"]] == [0, 0, 0], "a switch is no restart"
+        assert [entry["restarts"] for entry in after] == [0, 0, 0], "a switch is no restart"
 
 
 async def test_an_impossible_move_is_refused_in_one_line(pipeline: Pipeline) -> None:

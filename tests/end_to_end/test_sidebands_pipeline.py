@@ -27,7 +27,11 @@ from tests.support.fleet import (
 from tests.support.tiny_models import make_tiny
 
 # Each with the layout in which its streams can resume anywhere.
-MODELS = {"gemma4:e2b": ((2, 4, 6), "per-lane"), "deepseek4:hash": ((3, 5), "per-lane")}
+MODELS = {
+    "gemma4:e2b": ((2, 4, 6), "per-lane"),
+    "deepseek4:hash": ((3, 5), "per-lane"),
+    "kimi-k3": ((4, 5, 8), "unified"),
+}
 Served = tuple[PipelineFile, list[Path], ReferenceModel, str]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,15 +157,16 @@ async def test_without_a_lost_stage_the_others_sleep_too_and_wake_once_it_is_bac
 async def test_told_to_sleep_it_answers_first_what_was_asked(pipeline: Pipeline) -> None:
     async with aiohttp.ClientSession() as session:
         world = World(pipeline, session)
-        told: list[asyncio.Task[tuple[int, Any]]] = []
-
-        def tell(_: dict[str, Any]) -> None:
-            if not told:
-                told.append(asyncio.ensure_future(world.post("/sleep")))
-
-        events = await world.client.stream(ASKED[0], tell, max_tokens=400)
-        assert len(tokens_of(events)) == 400
-        status, found = await told[0]
+        stage_pid = pipeline.stages["a"].process.pid
+        os.kill(stage_pid, signal.SIGSTOP)  # no answer ends before
+        try:
+            streaming = asyncio.create_task(world.client.stream(ASKED[0], max_tokens=400))
+            while (await world.client.pipeline())["running"] != 1:
+                await pause()
+            status, found = await world.post("/sleep")
+        finally:
+            os.kill(stage_pid, signal.SIGCONT)
+        assert len(tokens_of(await streaming)) == 400
         assert (status, found["is_asked"], found["requests"]) == (202, True, 1)
         await world.until_asleep()
         while (await world.post("/wake_up"))[1].get("state") != "awake":  # a busy host takes longer than it waits

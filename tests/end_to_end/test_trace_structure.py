@@ -167,9 +167,12 @@ def test_a_second_of_passes_is_summed_up_at_its_root(run: Run) -> None:
             assert root.name == names.sized(names.SPAN_PASSES, most)
         assert all(span.start_ns - root.start_ns <= WINDOW_NS for span in sent)
         assert len(inside) <= WINDOW_SPANS_MAX + 1 + 8 * (N_STAGES + 2), "and spans under way when it closed"
-        assert len(root.attributes[names.ATTR_PASSES_BUSY]) == N_STAGES
-        assert all(0 < share <= 1 for share in root.attributes[names.ATTR_PASSES_BUSY])
-        assert 0 <= root.attributes[names.ATTR_PASSES_OVERLAP] <= 1
+    told = [root.attributes for root in roots if names.ATTR_PASSES_BUSY in root.attributes]
+    assert told, "a stage of a busy host may answer too late, but not each time"
+    for attributes in told:
+        assert len(attributes[names.ATTR_PASSES_BUSY]) == N_STAGES
+        assert all(0 < share <= 1 for share in attributes[names.ATTR_PASSES_BUSY])
+        assert 0 <= attributes[names.ATTR_PASSES_OVERLAP] <= 1
 
 
 def test_no_trace_of_one_span_is_left_but_of_a_refusal(run: Run) -> None:

@@ -19,6 +19,7 @@ from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage import assembly
+from relayline.stage import served as served_stage
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import MEASURING, Load, LoadStoppedError
 from relayline.stage.engine.native import NativeEngine
@@ -38,6 +39,7 @@ KINDS = {
     "inputs of layers": ("gemma4:e2b", {}),
     "captured embeddings": ("llama", {"embeddings": True}),
 }
+GIVE_BACKS_MAX = 20  # until a thread has let go of its latest work
 
 
 class Engines:
@@ -57,6 +59,14 @@ class Engines:
     @property
     def n_left(self) -> int:
         return sum(engine() is not None for engine in self._made)
+
+    async def only(self, n_left: int) -> None:
+        """See that no more are left, but for what a thread that has no turn on a busy host still holds."""
+        for _ in range(GIVE_BACKS_MAX):
+            if self.n_left <= n_left:
+                break
+            await give_back()
+        assert self.n_left == n_left
 
     def open_files(self) -> list[str]:
         names = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
@@ -175,19 +185,30 @@ async def test_a_load_that_fails_leaves_nothing(
     assert len(closed) == engines.n_made == 2, "llama.cpp's part is freed too"
 
 
-async def test_the_engine_before_a_switch_goes_as_soon_as_it_has_ended(engines: Engines, tmp_path: Path) -> None:
+async def test_the_engine_before_a_switch_goes_as_soon_as_it_has_ended(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+
+    async def counted() -> None:
+        looked.append(1)
+        await give_back()
+
+    monkeypatch.setattr(served_stage, "give_back", counted)
     first, other = (last_stage(tmp_path / str(cut), cut) for cut in (1, 2))
     async with serve_changing(config(first)) as served:
         for artifact in (other, first, other):
             await use(served.address, served.facts.artifact)
             await served.prepare(config(artifact), Load())
             served.switch()
+            n_looked = len(looked)
             await asyncio.gather(*served._endings)
-            assert engines.n_left == 1
+            assert len(looked) == n_looked + 1, "the stage itself looks for what has ended"
+            await engines.only(1)
             assert not [name for name in engines.open_files() if str(artifact.parent) not in name]
         await served.prepare(config(first), Load())
         await served.drop()
-        assert engines.n_left == 1, "an unused one goes too"
+        await engines.only(1)  # an unused one goes too
     assert engines.n_made == 5
 
 

@@ -103,6 +103,8 @@ def _layers(family: Family, recipes: list[Recipe]) -> str:
         kinds.append("indexers")
     if family.streams is not _PLAIN.streams:
         kinds.append("several streams of a row")
+    if family.block_layers is not _PLAIN.block_layers:
+        kinds.append("inputs of earlier blocks")
     if any(has_experts):
         kinds.append("experts" if all(has_experts) else "with or without experts")
     return ", ".join(kinds)
@@ -115,7 +117,8 @@ def _cuts(family: Family) -> str:
     if family.windows is not _PLAIN.windows:
         texts.append("each stage has a layer with a window")
     if family.kinds not in (_PLAIN.kinds, rules.recurrent_kinds, rules.both_kinds):
-        texts.append("each stage has a layer with a state and one that attends")
+        which = "each" if family.block_layers is _PLAIN.block_layers else "the first"
+        texts.append(f"{which} stage has a layer with a state and one that attends")
     if family.indexers is not _PLAIN.indexers:
         texts.append("a stage starts with a layer that has an indexer")
     texts += [_doc_of(rule) for rule in (family.needed, family.blocked, family.forbidden_lengths) if _has(rule)]

@@ -256,10 +256,15 @@ async def fleet(
     free = proxies.enter_context(pytest.MonkeyPatch.context())
     free.setattr(SavedLanes, "token_ns", 0.0)
     free.setattr(stage_client, "STATUS_TIMEOUT_S", 60.0)  # no stage is left out of a picture because the host is busy
-    for index in range(len(paths)):
-        await made.start(index)
-        if proxied:
-            made.proxies.append(await proxies.enter_async_context(cutting_proxy(made.addresses[index], 1 << 40)))
+    try:
+        for index in range(len(paths)):
+            await made.start(index)
+            if proxied:
+                made.proxies.append(await proxies.enter_async_context(cutting_proxy(made.addresses[index], 1 << 40)))
+    except BaseException:  # a server that outlives its event loop takes the process with it
+        await proxies.aclose()
+        await made.stop_all()
+        raise
     serving = ServingSettings(
         queue=waiting_max, lost_wait_s=lost_wait_s, share=share, prefix_lanes=prefix_lanes,
         draft_model=str(draft_model or ""), draft_threads=1)  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Sequence
+import os
+import signal
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -89,6 +91,25 @@ class OnceAllBegan:
         if len(self._begun) == self._n_answers and not self.acted.is_set():
             self._act()
             self.acted.set()
+
+
+async def stopped_under_way(
+    client: Client, ask: Callable[[OnceAllBegan], Coroutine[Any, Any, Any]], n_answers: int, stage: int
+) -> asyncio.Task[Any]:
+    """Ask, and stop a stage's process in the middle of all answers; they go on once it goes on or is replaced.
+
+    A busy client may read the beginning of an answer that is over at the coordinator by then. It asks again.
+    """
+    while True:
+        stop = OnceAllBegan(n_answers, lambda: os.kill(stage, signal.SIGSTOP))
+        asking = asyncio.create_task(ask(stop))
+        acted = asyncio.create_task(stop.acted.wait())
+        await asyncio.wait({asking, acted}, return_when=asyncio.FIRST_COMPLETED)
+        acted.cancel()
+        if stop.acted.is_set() and (await client.pipeline())["running"] == n_answers:
+            return asking
+        os.kill(stage, signal.SIGCONT)
+        await asking
 
 
 def text_of(events: list[dict[str, Any]]) -> str:

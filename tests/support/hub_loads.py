@@ -14,9 +14,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from relayline.deploy.testing.fake_hub import Hub, hub_environment, serving
+from tests.support.tiny_models import make_tiny
+
+TAIL = bytes(1 << 20)  # behind the tensors: a file whose weights are many times its header
+
 FORKS = """
 import json, os, sys, traceback
-import httpx2
+import anyio, filelock, h11, httpx2, httpcore2, tqdm.auto, truststore  # as the client of the hub does
+import relayline.coordinator.model.inspection, relayline.deploy.cli.model, relayline.deploy.models.hollow
 import relayline.deploy.models.hub_headers
 assert "huggingface_hub" not in sys.modules
 for line in sys.stdin:
@@ -41,8 +49,13 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
-# The hub's client tries again at once, as often as it would in half a minute.
-AT_ONCE = "import time\ntime.sleep = lambda seconds: None\n"
+# Both the hub's client and relayline try again at once, as often as they would in half a minute.
+AT_ONCE = """
+import time
+from relayline.deploy.models import hub_patience
+time.sleep = lambda seconds: None
+hub_patience.FIRST_S = hub_patience.MAX_S = 0.0
+"""
 
 _forks: list[subprocess.Popen[str]] = []
 
@@ -64,13 +77,25 @@ def forking() -> Iterator[None]:
         _forks.clear()
 
 
-def hub_environment(hub_url: str, home: Path) -> dict[str, str]:
-    """Return the variables of a process that loads from this hub, and keeps it under `home`."""
-    unset = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return unset | {
-        "HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "XDG_CACHE_HOME": str(home / "cache"),
-    }  # fmt: skip
+@pytest.fixture(name="forks", scope="module", autouse=True)
+def forks_fixture() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@pytest.fixture(name="model", scope="module")
+def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a TAIL."""
+    path = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny-Q4_K_M.gguf", n_layers=5, tokenizer=True)
+    path.write_bytes(path.read_bytes() + TAIL)
+    return path
+
+
+@pytest.fixture(name="hub")
+def hub_fixture(model: Path) -> Iterator[Hub]:
+    """A hub that has the model in org/repo."""
+    with serving(Hub({f"org/repo/{model.name}": model.read_bytes()})) as running:
+        yield running
 
 
 def load(hub_url: str, home: Path, *arguments: str, program: str, **environment: str) -> tuple[int, str]:

@@ -3,8 +3,8 @@
 * That shows the event loop, and no task: here the stack of each task goes to stderr first.
 * Tests of whole pipelines have BOUND_S instead of the five minutes of pyproject.toml, where no other load slows them.
 * A callback of the event loop may swallow the exception, C code may never come back to Python, and the teardown may
-  hang as well. So the process ends GRACE_S later, with the stacks of its threads. pytest-xdist then counts the test as
-  failed, and starts another worker for the rest.
+  hang as well. So the process ends GRACE_S later (and up to SLACK_S more), with the stacks of its threads.
+  pytest-xdist then counts the test as failed, and starts another worker for the rest.
 * The processes that a test had started would outlive such an end. A helper kills them once this process is gone.
 """
 
@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from types import FrameType
@@ -24,11 +25,12 @@ from typing import Any
 import pytest
 
 GRACE_S = 60.0
+SLACK_S = 30.0
 BOUND_S = 180.0
 BUSY = 4.0  # processes a core, from which on a slow test is none that hangs
 MARK = "RELAYLINE_TESTS_OF"  # in the environment of every process that the tests of one process start
 
-_BOUNDED = pytest.StashKey[bool]()
+_BOUNDED = pytest.StashKey[float]()  # in so many seconds after a test's start, or its failure
 _STDERR = pytest.StashKey[int]()
 
 # It is nobody's child, as tests count theirs. Once the process of the tests is gone it kills what has the mark: again
@@ -84,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[None]:
     """pytest-timeout sets its timer: set the later one, too, and have tasks shown when the first one fires."""
-    _end_after(item, settings.timeout + GRACE_S)
+    _end_after(item, settings.timeout + GRACE_S, SLACK_S)
     done = yield
     raises = signal.getsignal(signal.SIGALRM)
 
@@ -97,23 +99,48 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Iterator[None]
     return done
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """A failure has ended the later timer (pytest does that, for debuggers): the teardown gets one of its own."""
-    if _BOUNDED in item.stash:
-        _end_after(item, GRACE_S)
-    return (yield)
+    if isinstance(node, pytest.Item) and _BOUNDED in node.stash:
+        _end_after(node, GRACE_S, slack_s=0.0)
+        node.stash[_BOUNDED] = GRACE_S
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
-    """The test is over."""
-    faulthandler.cancel_dump_traceback_later()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """No timer goes on behind the last test, nor a short one while a worker waits for the next test."""
+    done = yield
+    if nextitem is None or item.stash.get(_BOUNDED, 0.0) == GRACE_S:
+        _timer.cancel()
+    return done
 
 
-def _end_after(item: pytest.Item, seconds: float) -> None:
-    item.stash[_BOUNDED] = True
-    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_STDERR])
+def _end_after(item: pytest.Item, seconds: float, slack_s: float) -> None:
+    item.stash[_BOUNDED] = seconds
+    _timer.start(seconds, slack_s, item.config.stash[_STDERR])
+
+
+class Timer:
+    """Ends the process. It is a thread, which is slow to start and to end: so thousands of short tests share some."""
+
+    def __init__(self) -> None:
+        self._ends_s = 0.0
+
+    def start(self, seconds: float, slack_s: float, stderr: int) -> None:
+        """End the process in so many seconds, or up to `slack_s` later: then a timer that runs already may do."""
+        ends_s = time.monotonic() + seconds
+        if not ends_s <= self._ends_s < ends_s + slack_s:
+            self._ends_s = ends_s + slack_s
+            faulthandler.dump_traceback_later(seconds + slack_s, exit=True, file=stderr)
+
+    def cancel(self) -> None:
+        """Forget it."""
+        self._ends_s = 0.0
+        faulthandler.cancel_dump_traceback_later()
+
+
+_timer = Timer()
 
 
 def task_stacks() -> str:

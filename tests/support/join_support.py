@@ -33,15 +33,16 @@ def content(index: int) -> bytes:
     return b"".join(hashlib.sha256(block + n.to_bytes(4, "big")).digest() for n in range(ARTIFACT_BYTES // 32))
 
 
-def write_split(directory: Path) -> PipelineFile:
-    """A finished split of two stages, whose files hold no model."""
+def write_split(directory: Path, *, unread: bool = False) -> PipelineFile:
+    """A finished split of two stages, whose files hold no model; `unread`: the content of stages is elsewhere."""
     directory.mkdir(parents=True, exist_ok=True)
     files = {"stage-0.gguf": content(0), "stage-1.gguf": content(1), "tokenizer.gguf": b"tokens"}
     for name, data in files.items():
-        (directory / name).write_bytes(data)
+        is_here = not unread or name == "tokenizer.gguf"
+        (directory / name).write_bytes(data if is_here else bytes(len(data)))
 
     def facts(name: str) -> tuple[str, int, str]:
-        return name, len(files[name]), hashlib.sha256(files[name]).hexdigest()
+        return name, len(files[name]), hashlib.sha256(files[name] + b"unread" * unread).hexdigest()
 
     pipeline = PipelineFile(
         1,
@@ -55,7 +56,10 @@ def write_split(directory: Path) -> PipelineFile:
         ctx_train=0,
         cuts=(2,),
         tokenizer=ArtifactFile(*facts("tokenizer.gguf")),
-        stages=(StageFile(0, *facts("stage-0.gguf"), 0, 2), StageFile(1, *facts("stage-1.gguf"), 2, 4)),
+        stages=(
+            StageFile(0, *facts("stage-0.gguf"), 0, 2, unread=unread),
+            StageFile(1, *facts("stage-1.gguf"), 2, 4, unread=unread),
+        ),
     )
     store_pipeline(directory, pipeline)
     return load_pipeline(directory)
@@ -76,10 +80,15 @@ class JoinPort:
 
 @contextlib.asynccontextmanager
 async def join_port(
-    directory: Path, engine: EngineSettings | None = None, **settings: object
+    directory: Path,
+    engine: EngineSettings | None = None,
+    *,
+    unread: bool = False,
+    made: PipelineFile | None = None,
+    **settings: object,
 ) -> AsyncIterator[JoinPort]:
-    """Run a join port over a split for the length of a with block."""
-    file = write_split(directory)
+    """Run a join port over a split for the length of a with block: over `made`, or one of files without a model."""
+    file = made or write_split(directory, unread=unread)
     places = tuple(JoiningStage(name, engine or EngineSettings()) for name in NAMES)
     config = JoinConfig(places, **settings)  # type: ignore[arg-type]
     roster = make_roster(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,19 @@ N_LANES, CTX, MAX_ROWS = 4, 64, 64
 # up to 2.6e-3. With our kernels the order of sums over a state remains: 3.1e-4 at most, seen with AVX-512. One wrong
 # row among twenty read ones moves the rows after it by 1e-2 and more.
 CLOSE = 5e-4 if ggml.attends_own_cells(n_rows=1, n_heads=N_HEADS, n_kv_heads=N_KV_HEADS) else 5e-3
+
+
+class LastStep(NamedTuple):
+    """The rows of one lane in the last of several steps."""
+
+    lane: int
+    """It has the text of this number, too."""
+    first: int
+    """The position of the first row."""
+    end: int
+    found: np.ndarray
+    expected: np.ndarray
+    """The rows of a lane alone."""
 
 
 class Lanes:
@@ -55,6 +68,23 @@ class Lanes:
             found = self.decode((3, text, first, end))[0]
         self.engine.clear(3)
         return found
+
+    def mixed_steps(self) -> list[LastStep]:
+        """Read three lanes at once, first prompts of several lengths, then single rows, then several rows of each: in
+        orders in which llama.cpp would not run them.
+        """
+        lengths, n_more, order = (17, 3, 9), 3, (2, 0, 1)
+        expected = [
+            self.expected(text, (length, length + 1, length + 1 + n_more)) for text, length in enumerate(lengths)
+        ]
+        self.decode(*((lane, lane, 0, lengths[lane]) for lane in order))
+        self.decode(*((lane, lane, lengths[lane], lengths[lane] + 1) for lane in (1, 2, 0)))
+        last = [(lane, lane, lengths[lane] + 1, lengths[lane] + 1 + n_more) for lane in order]
+        found = self.decode(*last)
+        return [
+            LastStep(lane, first, end, rows, expected[lane])
+            for (lane, _, first, end), rows in zip(last, found, strict=True)
+        ]
 
 
 def far(found: np.ndarray, expected: np.ndarray) -> float:

@@ -57,6 +57,8 @@ def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Ma
         model.pop("path", None)
     elif model.get("path") is None:
         model["path"] = "model.gguf"
+    if "path" in model:
+        model.pop("download", None)  # of a model of the hub
     deployment = spec.get("deployment") or {}
     if "tolerations" in deployment:
         deployment["tolerations"] = [_toleration(each) for each in deployment["tolerations"]]

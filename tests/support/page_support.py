@@ -84,6 +84,7 @@ class World:
     stage: FakeStage
     generator: Described
     facts: dict[str, object]
+    observer: Observer
 
     async def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, Mapping[str, str], bytes]:
         timeout = aiohttp.ClientTimeout(WAIT_S)
@@ -117,12 +118,13 @@ async def served(
     generator.n_stages = n_stages
     generator.stage = stage
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    control = TelemetryControl(Observer(), lambda: [stage] * n_stages)
+    observer = Observer()
+    control = TelemetryControl(observer, lambda: [stage] * n_stages)
     limits = HttpLimits(adapters=adapters)
     app = make_app(generator, ServedModel(MODEL, CREATED, tokenizer, chat, encoder), limits, control)
     with protect_http(app, HttpListener(api_keys_file=keys)):
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
-            yield World(f"http://127.0.0.1:{port}", stage, generator, app[FACTS])
+            yield World(f"http://127.0.0.1:{port}", stage, generator, app[FACTS], observer)
         finally:
             await runner.cleanup()

@@ -21,6 +21,8 @@ from tests.support.tiny_shapes import (
     N_KV_HEADS,
     NORM,
     Q_RANK,
+    RANK_TOPS,
+    RANKING,
     RMS,
     ROPE,
     ROPE_TOPS,
@@ -180,6 +182,9 @@ RECIPES: dict[str, Recipe] = {
         may_tie=False,
     ),
     "qwen3": Recipe("qwen3", RMS, lambda layer: {**plain(layer), **head_norms()}),
+    "qwen3:reranker": Recipe(
+        "qwen3", {**RMS, **RANKING}, lambda layer: {**plain(layer), **head_norms()}, RANK_TOPS
+    ),
     "qwen3moe": Recipe(
         "qwen3moe",
         {**RMS, **MOE, "expert_feed_forward_length": N_FF},

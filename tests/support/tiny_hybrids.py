@@ -13,6 +13,7 @@ from tests.support.tiny_shapes import (
     N_EXPERTS,
     N_FF,
     N_HEADS,
+    Q_RANK,
     RMS,
     ROPE,
     Recipe,
@@ -252,6 +253,38 @@ def _kimi_linear(layer: int) -> Shapes:
     return shapes | {f"ssm_{name}_b.weight": (KDA_INNER, KDA) for name in "fg"} | _kda()
 
 
+# Kimi K3: every third layer's input goes into all later layers. Its last layer attends, whatever the period.
+BLOCK_LAYERS, K3_LAYERS, LATENT_EXPERTS = 3, 10, 32
+K3_ATTENDING = [int(layer % 4 == 3 or layer == K3_LAYERS - 1) for layer in range(K3_LAYERS)]
+K3_VALUES: dict[str, Value] = {
+    **KDA_VALUES, "attention.q_lora_rank": Q_RANK, "attention.head_count_kv": K3_ATTENDING,
+    "kda.gate_lower_bound": -5.0, "expert_weights_norm": True, "expert_latent_length": LATENT_EXPERTS,
+    "attn_res.block_size": BLOCK_LAYERS, "activation.situ_beta": 4.0, "activation.situ_linear_beta": 25.0,
+}  # fmt: skip
+
+
+def _kimi_k3(layer: int, n_dense: int = 1) -> Shapes:
+    shapes = norms("attn_norm", "ffn_norm", "attn_res_score", "ffn_res_score")
+    shapes |= dense() if layer < n_dense else _latent_experts()
+    if not K3_ATTENDING[layer]:
+        shapes |= {"ssm_f_a.weight": (KDA, N_EMBD), "ssm_f_b.weight": (KDA_INNER, KDA)}
+        return shapes | _kda() | {"ssm_g.weight": (KDA_INNER, N_EMBD), "ssm_a": (N_HEADS,)}
+    queries = {"attn_q_a.weight": (Q_RANK, N_EMBD), "attn_q_b.weight": (N_HEADS * (HEAD + ROPE), Q_RANK)}
+    shapes |= {"attn_q_a_norm.weight": (Q_RANK,), "attn_gate.weight": (N_HEADS * HEAD, N_EMBD)}
+    return shapes | queries | {name: shape for name, shape in _latent().items() if name != "attn_q.weight"}
+
+
+def _latent_experts() -> dict[str, Shape]:
+    return {
+        "ffn_gate_inp.weight": (N_EXPERTS, N_EMBD), "exp_probs_b.bias": (N_EXPERTS,),
+        "ffn_gate_exps.weight": (N_EXPERTS, 32, LATENT_EXPERTS), "ffn_up_exps.weight": (N_EXPERTS, 32, LATENT_EXPERTS),
+        "ffn_down_exps.weight": (N_EXPERTS, LATENT_EXPERTS, 32), "ffn_routed_norm.weight": (LATENT_EXPERTS,),
+        "ffn_routed_down.weight": (LATENT_EXPERTS, N_EMBD), "ffn_routed_up.weight": (N_EMBD, LATENT_EXPERTS),
+        "ffn_gate_shexp.weight": (32, N_EMBD), "ffn_up_shexp.weight": (32, N_EMBD),
+        "ffn_down_shexp.weight": (N_EMBD, 32),
+    }  # fmt: skip
+
+
 def _bailingmoe3(layer: int) -> Shapes:
     shapes = norms("attn_norm", "ffn_norm") | _feed_forward(layer)
     if EVERY_FOURTH[layer]:
@@ -309,4 +342,13 @@ HYBRIDS: dict[str, Recipe] = {
         n_layers=N_LAYERS, gain=HOT,
     ),
     "kimi-linear": Recipe("kimi-linear", KDA_VALUES, _kimi_linear, n_layers=N_LAYERS, may_tie=False, gain=HOT),
+    "kimi-k3": Recipe(
+        "kimi-k3", K3_VALUES, _kimi_k3, tops=norms("output_norm", "output_res_score"),
+        n_layers=K3_LAYERS, may_tie=False, gain=HOT,
+    ),
+    "kimi-k3:dense": Recipe(
+        "kimi-k3", {**K3_VALUES, "leading_dense_block_count": 6, "attn_res.block_size": 2},
+        lambda layer: _kimi_k3(layer, 6), tops=norms("output_norm", "output_res_score"),
+        n_layers=K3_LAYERS, may_tie=False, gain=HOT,
+    ),
 }  # fmt: skip

@@ -13,6 +13,8 @@ from tests.support.tiny_shapes import (
     N_HEADS,
     N_KV_HEADS,
     NORM,
+    RANK_TOPS,
+    RANKING,
     RMS,
     SIGMOID,
     VOCABULARY,
@@ -217,6 +219,12 @@ LATER: dict[str, Recipe] = {
     ),
     "qwen3vl": Recipe(
         "qwen3vl", {**RMS, **AXES, "n_deepstack_layers": 2}, lambda layer: {**plain(layer), **head_norms()}
+    ),
+    "qwen3vl:reranker": Recipe(
+        "qwen3vl",
+        {**RMS, **AXES, **RANKING, "n_deepstack_layers": 2},
+        lambda layer: {**plain(layer), **head_norms()},
+        RANK_TOPS,
     ),
     "qwen3vlmoe": Recipe(
         "qwen3vlmoe",

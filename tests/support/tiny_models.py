@@ -52,7 +52,7 @@ def make_tiny(
     writer.add_name(f"tiny {family}")
     for key, value in {**common, **recipe.values, **(extra_values or {})}.items():
         if not (key.endswith("_mla") and value == 0):
-            name = key if key.startswith("xielu.") else f"{recipe.architecture}.{key}"
+            name = key if key.startswith(("xielu.", "tokenizer.")) else f"{recipe.architecture}.{key}"
             _add(writer, name, [value] * n_layers if key in recipe.per_layer else value)
     _add_tokenizer(writer) if tokenizer else writer.add_tokenizer_model("none")
     shapes: dict[str, Shape] = {"token_embd.weight": (vocab, N_EMBD), **recipe.tops}
@@ -94,7 +94,7 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: st
     if array.dtype == np.int32:
         writer.add_tensor(name, array)
         return
-    plain = array.ndim == 1 or "gate_inp" in name or name.endswith((".bias", *_STATE_PARTS))
+    plain = array.ndim == 1 or "gate_inp" in name or "conv1d_" in name or name.endswith((".bias", *_STATE_PARTS))
     kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType[quant.upper()]
     if kind == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, array)

@@ -13,7 +13,7 @@ VOCABULARY = 0  # in a shape: as many as the model has tokens
 
 Shape = tuple[int, ...]  # numpy order: (outputs, inputs), experts first
 Shapes = Mapping[str, Shape]
-Value = int | float | str | bool | list[int] | list[float] | list[bool]
+Value = int | float | str | bool | list[int] | list[float] | list[bool] | list[str]
 
 RMS = {"attention.layer_norm_rms_epsilon": 1e-5}
 NORM = {"attention.layer_norm_epsilon": 1e-5}
@@ -33,6 +33,8 @@ LATENT: dict[str, Value] = {
     "expert_weights_norm": True,
 }
 
+RANKING: dict[str, Value] = {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]}
+RANK_TOPS: Shapes = {"output_norm.weight": (N_EMBD,), "cls.output.weight": (2, N_EMBD)}
 INDEXED: dict[str, Value] = {
     "attention.q_lora_rank": Q_RANK,
     "attention.indexer.head_count": INDEX_HEADS,

@@ -9,7 +9,7 @@ PROTOCOL_VERSION = 7  # raised on any incompatible change of the contract; check
 CALLS_PER_CONNECTION_MAX = 128  # running calls; further calls of a caller wait at its end. Links have a few each
 HEALTH_CALLS_MAX = 128  # of a port, running calls: any peer that gets through the handshake may ask for its health
 
-N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
+N_EMBD_MAX = 65_536  # values of the widest rows accepted; Kimi K3 hands on up to 64,512
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
 ROWS_PER_FRAME_MAX = ROWS_PER_ENVELOPE_MAX  # a single prefill chunk may fill a step
 FRAMES_PER_ENVELOPE_MAX = 4_096  # every session of a full pipeline, plus one control frame for each

@@ -10,7 +10,18 @@ from collections.abc import Iterable
 
 # llm_arch_supports_rs_rollback: of these llama.cpp can keep the states behind a lane's last rows too.
 REWINDING_ARCHITECTURES = frozenset(
-    {"qwen35", "qwen35moe", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe", "bailingmoe3", "deepseek4", "glm5-next"}
+    {
+        "qwen35",
+        "qwen35moe",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "lfm2",
+        "lfm2moe",
+        "bailingmoe3",
+        "deepseek4",
+        "glm5-next",
+        "kimi-k3",
+    }
 )
 CHECKPOINTS_PER_LANE_MAX = 4  # the end of the first message, of the last one, of the prompt, and one that others share
 CHECKPOINT_BYTES_MAX = 2 * 1024**3  # of all lanes of a stage; tokens beyond it are read again

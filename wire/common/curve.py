@@ -32,7 +32,7 @@ PAD_GAIN = 0.03  # padding must be predicted to save this part of the step, or t
 SMOOTHING = 0.1  # weight of a new observation for its own row count
 SMOOTHING_SHARED = 0.05  # and for all others: a machine that slows down does so at every row count
 OUTLIER = 4.0  # an observation above this multiple of the known cost is a hiccup of the machine
-FLAT_ROWS_MIN, FLAT_RATIO = 64, 1.1  # no device is so fast that this many rows take so little of one row's time
+FLAT_ROWS_MIN, FLAT_RATIO = 64, 1.1  # times the fewest rows, in about their time
 OUTLIERS_MAX = 3  # unless so many come one after another: then the machine has changed
 
 
@@ -61,7 +61,7 @@ class CostCurve:
 
     @property
     def is_flat(self) -> bool:
-        """Whether many rows seem to cost no more than the fewest, as where a clock stops before the work is done."""
+        """Whether many rows seem to cost no more than the fewest, as where these were disturbed each time."""
         points = self.points()
         (first_rows, first_ns), (last_rows, last_ns) = (points or [(0, 0)])[0], (points or [(0, 0)])[-1]
         return last_rows >= FLAT_ROWS_MIN * max(1, first_rows) and last_ns <= FLAT_RATIO * first_ns

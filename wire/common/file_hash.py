@@ -79,6 +79,23 @@ def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
         write_again(_stamp_path(path), msgspec.json.encode(stamp))
 
 
+def note_sha256(path: Path, sha256: str) -> None:
+    """Write down beside a file, as FILE.sha256, which hash it has: for one that came without any. Raises OSError."""
+    write_again(_note_path(path), sha256.encode())
+
+
+def noted_sha256(path: Path) -> str:
+    """Return the hash that was written down beside a file; empty for none."""
+    try:
+        return _note_path(path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _note_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
 def _hash(path: Path, size_bytes: int, hashed: Hashed) -> str:
     digest, buffer, done_bytes = hashlib.sha256(), bytearray(_HASH_CHUNK_BYTES), 0
     with path.open("rb", buffering=0) as file:

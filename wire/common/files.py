@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+TRY_BYTES = 64 << 10  # written for a try
 _PARTIAL_BYTES = 4  # random ones in the name of a file that is not whole yet
 
 
@@ -22,6 +24,14 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+def try_writing(directory: Path) -> None:
+    """Write to a directory, wait for the disk, and leave nothing there. Raises OSError, as any later writer would."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(secrets.token_bytes(TRY_BYTES))  # which no file system can make smaller
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_file(path: Path, data: bytes, mode: int) -> None:

@@ -1,6 +1,7 @@
 """Structured logs for every process: human lines by default, one JSON object per line with --log-json.
 
-Fields go in `extra={"fields": {...}}`; both formats print them. Logs go to stderr: stdout belongs to results.
+Fields go in `extra={"fields": {...}}`; both formats print them, the human one as logfmt does. Logs go to stderr, since
+stdout belongs to results.
 
 One record is one line of bounded length, except for a traceback of ours. A terminal obeys nothing in it.
 """
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 from relayline.wire.common import bounds
 from relayline.wire.common.texts import printable
 
+_AMBIGUOUS = re.compile(r'[\s="]')  # in a value of a field
+
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return getattr(record, "fields", {})
@@ -27,6 +30,18 @@ def _text(value: object) -> str:
     return printable(str(value), bounds.LOG_VALUE_CHARS_MAX)
 
 
+def _tail(record: logging.LogRecord) -> str:
+    """Return the fields as key=value. A value that would end too early, or could be none, is in double quotes."""
+    return "".join(f" {key}={_word(_text(value))}" for key, value in _fields(record).items())
+
+
+def _word(text: str) -> str:
+    if text and not _AMBIGUOUS.search(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
 def _traceback(text: str) -> str:
     """Each of its lines is made printable, since the last one may quote what a client sent."""
     return "\n".join(map(_text, text.split("\n")))
@@ -34,10 +49,8 @@ def _traceback(text: str) -> str:
 
 class _HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = _fields(record)
         clock = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        tail = "".join(f" {key}={_text(value)}" for key, value in fields.items())
-        line = f"{clock} {record.levelname.lower():<7} {_text(record.getMessage())}{tail}"
+        line = f"{clock} {record.levelname.lower():<7} {_text(record.getMessage())}{_tail(record)}"
         return f"{line}\n{_traceback(self.formatException(record.exc_info))}" if record.exc_info else line
 
 
@@ -124,10 +137,9 @@ class _Recent(logging.Handler):
 
 
 def _line(record: logging.LogRecord) -> LogLine:
-    tail = "".join(f" {key}={_text(value)}" for key, value in _fields(record).items())
     cause = record.exc_info[1] if record.exc_info else None
     why = "" if cause is None else f" [{type(cause).__name__}: {_text(cause)}]"
-    text = f"{_text(record.getMessage())}{tail}{why}"[: bounds.LOG_LINE_CHARS_MAX]
+    text = f"{_text(record.getMessage())}{_tail(record)}{why}"[: bounds.LOG_LINE_CHARS_MAX]
     return LogLine(int(record.created * 1000), record.levelname.lower(), text)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +29,8 @@ class OwnDirectory:
                 path.mkdir(parents=True, exist_ok=True, mode=OWN_DIRECTORY_MODE)
             for part in parts:
                 (path / part).mkdir(exist_ok=True, mode=OWN_DIRECTORY_MODE)
+                if not os.access(path / part, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             self._lock: BinaryIO = (path / "lock").open("wb")
         except OSError as error:
             raise UsageError(f"{path} cannot hold {what}: {error.strerror}") from None

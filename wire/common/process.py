@@ -18,6 +18,7 @@ import uvloop
 
 Result = TypeVar("Result")
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 OPEN_FILES_MAX = 65_536  # a process raises its own limit to this at most; some systems allow a thousand million
 
 
@@ -90,7 +91,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
     """Run `main(stopping)` under uvloop; `stopping` is set by the first SIGINT or SIGTERM.
 
-    A second signal of the same kind ends the process at once, with its default action. The limit of open files is
+    A second signal, of either kind, ends the process at once, with its default action. The limit of open files is
     raised.
     """
     raise_open_files()
@@ -99,13 +100,14 @@ def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def stop(number: signal.Signals) -> None:
+        def stop() -> None:
             stopping.set()
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
+            for number in ENDING_SIGNALS:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
+        for number in ENDING_SIGNALS:
+            loop.add_signal_handler(number, stop)
         return await main(stopping)
 
     return uvloop.run(supervised())

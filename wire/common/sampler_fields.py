@@ -86,6 +86,8 @@ FIELDS = (
     SamplerField(name="mirostat_mu", neutral=0.0, low=-1e6, high=1e6, is_public=False),
     # Nothing is sampled: a prompt's hidden rows become one embedding. See `POOLINGS`.
     SamplerField(name="pooling", neutral=0, low=0, high=3, is_whole=True, is_public=False),
+    # And that goes through the model's head that ranks: the chances of its labels are the answer.
+    SamplerField(name="ranked", neutral=0, low=0, high=1, is_whole=True, is_public=False),
     # Tokens that are held back are not picked before this position.
     SamplerField(name="held_back_until", neutral=0, low=0, high=1 << 32, is_whole=True, is_public=False),
 )

@@ -20,7 +20,7 @@ async def end_task(task: asyncio.Task[Any]) -> None:
     try:
         task.result()  # a cancelled task keeps its error until it is asked for
     except BaseException as error:
-        _let_go(error)
+        let_go(error)
 
 
 async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
@@ -42,7 +42,8 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-def _let_go(error: BaseException | None) -> None:
+def let_go(error: BaseException | None) -> None:
+    """Let an error that somebody keeps hold nothing: neither the frames that it passed nor those of its causes."""
     seen: set[int] = set()  # an error may be its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -40,6 +40,16 @@ def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
     return f"{kept}... ({n_more} more characters)" if n_more > 0 else kept
 
 
+def plural(n: float, one: str, many: str = "") -> str:
+    """Return the noun for `n` things: "stage" for 1, otherwise "stages", or `many` where that is another word."""
+    return one if n == 1 else many or f"{one}s"
+
+
+def counted(n: int, one: str, many: str = "") -> str:
+    """Return `n` with its noun for a person: "1 stage", "1,024 tokens"."""
+    return f"{n:,} {plural(n, one, many)}"
+
+
 def layer_range(start: int, end: int) -> str:
     """Return the layers from `start` up to but not including `end` for a person: "3-5", and "7" for one alone."""
     return f"{start}-{end - 1}" if end - start > 1 else str(start)

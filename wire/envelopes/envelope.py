@@ -27,6 +27,7 @@ from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, ProtocolError
+from relayline.wire.common.texts import counted
 from relayline.wire.envelopes import _frames, frames, layout, trace_context
 from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.frames import FRAME_DTYPE, Head
@@ -346,7 +347,7 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
         raise ProtocolError("envelope has no frames")
     n_rows = sum([head[3] for head in view.heads])
     if n_rows != view.payload.shape[0]:
-        raise ProtocolError(f"frames announce {n_rows} rows, envelope holds {view.payload.shape[0]}")
+        raise ProtocolError(f"frames announce {counted(n_rows, 'row')}, envelope holds {view.payload.shape[0]}")
     row_bytes = view.width * view.payload.itemsize
     at = n_open = n_drafted = 0
     for _, _, position, count, flags, argument, expected, _, _ in view.heads:

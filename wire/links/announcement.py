@@ -12,7 +12,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from relayline.wire.common import bounds
-from relayline.wire.common.texts import printable
+from relayline.wire.common.texts import counted, printable
 from relayline.wire.links.security import is_loopback
 
 SERVICE_TYPE = "_relayline._tcp.local."
@@ -46,7 +46,11 @@ class Announcement:
     @property
     def state(self) -> str:
         """For people: whether it waits for stages."""
-        return f"waits for {self.n_awaited} of {self.n_stages} stages" if self.n_awaited else "all stages are there"
+        return (
+            f"waits for {self.n_awaited} of {counted(self.n_stages, 'stage')}"
+            if self.n_awaited
+            else "all stages are there"
+        )
 
     def instance(self, mark: str) -> str:
         """Return the service's whole name. `mark` tells it from that of another pipeline of this name."""

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import OverloadedError, ProtocolError, StartError, UnauthenticatedError, grpc_status
-from relayline.wire.common.tasks import to_its_end
+from relayline.wire.common.tasks import let_go, to_its_end
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import CallerRefusedError, Guard
 from relayline.wire.links.health import Health
@@ -211,7 +211,7 @@ def _guarded(handler: grpc.RpcMethodHandler | None, method: str, listener: Liste
     guard = listener.guard
     parse = handler.request_deserializer if kind.startswith("unary") else None
 
-    async def checked(requests: Any, context: Context) -> Any:
+    async def answered(requests: Any, context: Context) -> Any:
         listener.called(context.peer())
         try:
             shown = guard.check(method, context)
@@ -231,6 +231,14 @@ def _guarded(handler: grpc.RpcMethodHandler | None, method: str, listener: Liste
         if revoked.is_set():
             await listener.refuse(Reason.REVOKED, context, str(shown.identity) if shown is not None else "")
         return None
+
+    async def checked(requests: Any, context: Context) -> Any:
+        try:
+            return await answered(requests, context)
+        except grpc.aio.AbortError as error:
+            let_go(error)  # the context keeps it, so its frames must not keep the context: a call and its connection
+            del requests, context
+            raise
 
     if not inspect.iscoroutinefunction(inner):
         return None  # of a form that could not be checked; ours are coroutines

@@ -181,7 +181,7 @@ class RelayLink:
         """Close the stream and its channel; waiting senders get StageLostError. `on_lost` is not called."""
         self._closing = True
         self._lose(StageLostError(f"link to {self.address} was closed"))
-        self._call.cancel()
+        rpc.end_call(self._call)
         await end_task(self._reader)
         if self._watch is not None:
             await self._watch.close()

@@ -16,6 +16,7 @@ import logging
 from pathlib import Path
 
 from relayline.wire.common.errors import ProtocolError, UsageError
+from relayline.wire.common.texts import plural
 from relayline.wire.links.roles import Credential, Identity
 from relayline.wire.links.security import LinkSecurity
 
@@ -113,7 +114,8 @@ class Revocations:
             return False
         self.number, self._serials, self.crl_pem = number, serials, crl_pem
         self.version += 1
-        log.info("revocation list %d: %d certificates are revoked", number, len(serials))
+        n = len(serials)
+        log.info("revocation list %d: %d %s revoked", number, n, plural(n, "certificate is", "certificates are"))
         return True
 
 

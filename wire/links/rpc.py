@@ -254,6 +254,16 @@ async def _ended_within(call: grpc.aio.Call, timeout_s: float) -> None:
         await asyncio.wait_for(ended.wait(), timeout_s)
 
 
+def end_call(call: Any) -> None:
+    """Cancel a call that nobody reads any more, in gRPC's core as well.
+
+    grpc.aio takes a call as done once a write has failed, and `cancel` then does nothing. If the other side ended the
+    call behind messages that nobody had read, as of a process that was stopped, core keeps it and its connection open.
+    """
+    if not call.cancel() and (in_core := getattr(call, "_cython_call", None)) is not None:
+        in_core.cancel("it is not read any more")
+
+
 def task_is_cancelled() -> bool:
     """Tell a cancelled task from a cancelled call, which gRPC reports in the same way."""
     task = asyncio.current_task()

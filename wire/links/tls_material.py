@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import plural
 from relayline.wire.links.refusals import Reason
 from relayline.wire.links.roles import Credential, Identity, identity_among
 
@@ -72,7 +73,9 @@ def check_material(ca: Path, cert: Path, key: Path, now: datetime.datetime | Non
         log.warning("%s can be read by every user of this machine; run: chmod 600 %s", key, key)
     days_left = (own.not_valid_after_utc - now).days
     if days_left < RENEW_DAYS:
-        log.warning("%s expires in %d days; renew it with `relayline certs issue`", cert, days_left)
+        log.warning(
+            "%s expires in %d %s; renew it with `relayline certs issue`", cert, days_left, plural(days_left, "day")
+        )
     return material
 
 
@@ -88,7 +91,7 @@ def check_pair(cert: Path, key: Path) -> None:
         log.warning("%s can be read by every user of this machine; run: chmod 600 %s", key, key)
     days_left = (own.not_valid_after_utc - now).days
     if days_left < RENEW_DAYS:
-        log.warning("%s expires in %d days", cert, days_left)
+        log.warning("%s expires in %d %s", cert, days_left, plural(days_left, "day"))
 
 
 def first_fault(ca: Path, cert: Path) -> Reason | None:

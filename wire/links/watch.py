@@ -138,7 +138,7 @@ class Watch:
                     log.warning("%s refuses to be watched: %s", self._who, error.details())
                     return
             finally:
-                call.cancel()
+                rpc.end_call(call)
                 await end_task(beating)
             if rpc.task_is_cancelled():
                 return  # gRPC swallows a cancellation that meets a call whose connection has just failed

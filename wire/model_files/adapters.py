@@ -190,14 +190,14 @@ def check_architecture(adapter: AdapterFile, architecture: str, n_layers: int) -
         )
 
 
-def check_shapes(adapter: AdapterFile, tensors: Mapping[str, Tensor], layers: range) -> None:
+def check_shapes(adapter: AdapterFile, tensors: Mapping[str, Tensor], layers: range, first: int = 0) -> None:
     """Raise ModelFileError if matrices of these layers do not fit the model's. `tensors`: of the model or a slice, by
-    name, in which the first of `layers` is layer 0.
+    name, in which the first of `layers` is layer `first`.
     """
     for pair in adapter.pairs:
         if pair.layer not in layers:
             continue
-        name = f"blk.{pair.layer - layers.start}.{pair.rest}"
+        name = f"blk.{pair.layer - layers.start + first}.{pair.rest}"
         shown = f"blk.{pair.layer}.{pair.rest}"[:80]
         tensor = tensors.get(name)
         if tensor is None:
@@ -217,15 +217,16 @@ def _shape(tensor: Tensor) -> str:
     return " x ".join(map(str, tensor.dims))
 
 
-def write_part(adapter: AdapterFile, layers: range, out: BinaryIO) -> int:
+def write_part(adapter: AdapterFile, layers: range, out: BinaryIO, first: int = 0) -> int:
     """Write the adapter of a slice with these layers, named as in the slice. Returns how many matrices it changes.
 
-    `out` is at its beginning. Raises OSError.
+    `first`: the number of the first of `layers` in the slice, which may have placeholders before. `out` is at its
+    beginning. Raises OSError.
     """
     tensors = []
     for pair in adapter.pairs:
         if pair.layer in layers:
-            name = f"blk.{pair.layer - layers.start}.{pair.rest}"
+            name = f"blk.{pair.layer - layers.start + first}.{pair.rest}"
             tensors += [(f"{name}{_A}", pair.a), (f"{name}{_B}", pair.b)]
     slots = [TensorSlot(name, tensor.dims, tensor.type_id, tensor.size_bytes) for name, tensor in tensors]
     with adapter.path.open("rb") as source:

@@ -181,8 +181,9 @@ _WHAT = {
 }
 
 
-def read_header(path: Path, file_index: int = 0, budget: HeaderBudget | None = None) -> GgufFile:
-    """Parse one file's header. Shards of a model are given one budget.
+def read_header(path: Path, file_index: int = 0, budget: HeaderBudget | None = None, size_bytes: int = 0) -> GgufFile:
+    """Parse one file's header. Shards of a model are given one budget. `size_bytes`: of the whole file, where only its
+    first bytes are here yet.
 
     Raises ModelFileError for anything that is not a well-formed GGUF whose tensors all lie inside the file, and for
     what holds more than a model does.
@@ -192,7 +193,7 @@ def read_header(path: Path, file_index: int = 0, budget: HeaderBudget | None = N
             raise ModelFileError(f"{path}: is not a file")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            return _parse(path, file, status, file_index, budget or HeaderBudget())
+            return _parse(path, file, status, file_index, budget or HeaderBudget(), size_bytes or status.st_size)
     except FileNotFoundError:
         raise ModelFileError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -201,8 +202,9 @@ def read_header(path: Path, file_index: int = 0, budget: HeaderBudget | None = N
         raise ModelFileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _parse(path: Path, file: BinaryIO, status: os.stat_result, file_index: int, budget: HeaderBudget) -> GgufFile:
-    size_bytes = status.st_size
+def _parse(
+    path: Path, file: BinaryIO, status: os.stat_result, file_index: int, budget: HeaderBudget, size_bytes: int
+) -> GgufFile:
     head = os.pread(file.fileno(), HEAD_BYTES, 0)
     if not head.startswith(MAGIC) and (kind := foreign_kind(path.name, head)):
         raise ModelFileError(f"{path}: not a GGUF file but {kind}")

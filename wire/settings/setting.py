@@ -109,7 +109,7 @@ class Setting:
     @property
     def allowed(self) -> str:
         """The allowed values, as text for people; empty: any."""
-        numbers = "" if self.low is None else f"{self.low:g}..{self.high:g}"
+        numbers = "" if self.low is None else f"{self.low:.10g}..{self.high:.10g}"
         if self.kind is int:
             numbers = "" if self.low is None else f"{self._number(self.low)}..{self._number(self.high)}"
         return ", ".join([*self.choices, *self.words, *([numbers] if numbers else [])])

@@ -30,6 +30,7 @@ from relayline.coordinator.http.edge.inside import Inside
 from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.sessions.tenants import Level, Tenant
 from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import NotReadyError
 from relayline.wire.common.phase import Phase
 from relayline.wire.settings.table import ServingSettings
 
@@ -69,13 +70,18 @@ class Keeper:
         self._changed = asyncio.Event()
         self._socket = Path()
         self._running: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._turns: dict[str, int] = {}  # by owner, of those that have batches: when one of theirs began last
         self._swept_s = -SWEEP_S
 
     # --- what the routes use ------------------------------------------------------------------------------------------
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Run one of the store's calls, after those that were asked for before."""
+        """Run one of the store's calls, after those that were asked for before. Raises NotReadyError once it is closed:
+        the API answers for longer, until its running requests have ended.
+        """
+        if self._is_closed:
+            raise NotReadyError("the coordinator ends, and the next one has its files and batches")
         return await asyncio.get_running_loop().run_in_executor(self._io, function, *arguments)
 
     async def begin(self, batch: StoredBatch) -> None:
@@ -101,7 +107,7 @@ class Keeper:
 
     async def drop_unkept(self, file_id: str) -> None:
         """Take away what was received under an id that was not kept; done even if the caller is cancelled."""
-        with contextlib.suppress(OSError):  # it goes at the next start
+        with contextlib.suppress(OSError, NotReadyError):  # it goes at the next start
             await asyncio.shield(asyncio.ensure_future(self.call(self.store.drop_unkept, file_id)))
 
     def figures(self) -> dict[str, int]:
@@ -159,7 +165,7 @@ class Keeper:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        self._running = None
+        self._running, self._is_closed = None, True
         self._io.shutdown()
         self.store.close()
 

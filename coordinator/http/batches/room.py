@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from relayline.coordinator.batches.store import BatchStore, StoredBatch
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.texts import counted
 from relayline.wire.settings.table import ServingSettings
 
 UPLOADS_MAX = 8  # at the same time
@@ -38,7 +39,9 @@ class Room:
         n_own = len(store.files_of.get(owner, ())) + self._n_under_way[owner]
         n_files = len(store.files) + n_uploads
         if n_own >= share_of(limits.batch_files, n_files - n_own, owner) or n_files >= limits.batch_files:
-            raise InvalidRequestError(f"{n_own} files are kept, as many as may{_of_key(owner)}; delete some")
+            raise InvalidRequestError(
+                f"{counted(n_own, 'file is', 'files are')} kept, as many as may{_of_key(owner)}; delete some"
+            )
         own_bytes = store.bytes_of.get(owner, 0) + self._bytes_under_way[owner]
         all_bytes = store.n_bytes + self._bytes_under_way.total()
         n_share = share_of(limits.batch_disk_bytes, all_bytes - own_bytes, owner)
@@ -90,7 +93,8 @@ def to_forget(store: BatchStore, limits: ServingSettings, owner: str) -> str | N
         most = max(store.batches_of.values(), key=len)
         found = next((batch.id for batch in most.values() if batch.id not in store.unended), None)
     if found is None:
-        raise InvalidRequestError(f"{len(own)} batches wait or run, as many as may{_of_key(owner)}; cancel some")
+        wait = counted(len(own), "batch waits or runs", "batches wait or run")
+        raise InvalidRequestError(f"{wait}, as many as may{_of_key(owner)}; cancel some")
     return found
 
 

@@ -25,6 +25,7 @@ from relayline.coordinator.http.edge.crowd import Crowd, Full
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import REQUEST_ID, refused
+from relayline.wire.common.texts import counted
 from relayline.wire.links.security import address_group, is_loopback
 from relayline.wire.links.tls_door import Shaking
 
@@ -373,7 +374,8 @@ class Connection(web.RequestHandler):
 
     def _turn_away(self, full: Full) -> None:
         whose = "from your address" if full.of_address else "at this server"
-        text = f"{full.n_busy} requests are already running {whose}, which is the limit; try again shortly"
+        busy = counted(full.n_busy, "request is", "requests are")
+        text = f"{busy} already running {whose}, which is the limit; try again shortly"
         self._say(429 if full.of_address else 503, text, "overloaded", is_final=True)
 
     def _say(self, status: int, message: str, code: str, *, is_final: bool = False) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from relayline.coordinator.http.edge.clients import tenant_of
+from relayline.coordinator.http.edge.route_names import RERANK_PATHS, SCORE_PATHS, TRANSCRIPTION_PATHS
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.observe.tracing import CLIENT_GONE
 from relayline.coordinator.sessions.request_log import RequestRecord
@@ -21,14 +22,14 @@ OPERATIONS = {
     "/infill": "text_completion",
     "/v1/embeddings": "embeddings",
     "/embedding": "embeddings",
+    **dict.fromkeys((*RERANK_PATHS, *SCORE_PATHS), "rerank"),
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/api/chat": "chat",
     "/api/generate": "text_completion",
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
-    "/v1/audio/transcriptions": "chat",
-    "/audio/transcriptions": "chat",
+    **dict.fromkeys(TRANSCRIPTION_PATHS, "chat"),
 }
 ERROR_CHARS_MAX = 1_000  # of an error's text, on spans
 

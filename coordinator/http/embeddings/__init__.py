@@ -1,1 +1,1 @@
-"""Embeddings, /v1/embeddings and llama-server's /embedding: bodies as prompts, hidden rows as vectors."""
+"""Embeddings, /v1/embeddings and llama-server's /embedding: bodies as prompts, pooled rows as vectors."""

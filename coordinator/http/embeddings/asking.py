@@ -29,15 +29,6 @@ class EmbeddingsBody(Struct, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class RerankBody(Struct, kw_only=True):
-    """POST /v1/rerank, as Jina, Cohere and llama-server have it. No model that can be split answers it."""
-
-    query: str
-    documents: list[str]
-    model: str | None = None
-    top_n: Positive | None = None
-
-
 class AnswerOptions(Struct):
     """How the answer is to be written."""
 

@@ -21,7 +21,8 @@ from relayline.coordinator.http.requests.bodies import (
     Positive,
     decode_body,
 )
-from relayline.coordinator.http.requests.validation import NO_LIMIT, Plan
+from relayline.coordinator.http.requests.plan import Plan
+from relayline.coordinator.http.requests.validation import NO_LIMIT
 from relayline.coordinator.text.tokenizer import FillIn, Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError, NotServedError

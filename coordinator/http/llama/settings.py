@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from relayline.coordinator.http.requests.bodies import CompletionBody
-from relayline.coordinator.http.requests.validation import DRY_BREAKERS, REPEAT_LAST_DEFAULT, Plan
+from relayline.coordinator.http.requests.plan import Plan
+from relayline.coordinator.http.requests.validation import DRY_BREAKERS, REPEAT_LAST_DEFAULT
 
 # llama-server's defaults, where they differ from those of OpenAI's completions.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(

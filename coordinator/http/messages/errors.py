@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.edge.errors import ErrorBody, ErrorDetail, error_body
+from relayline.coordinator.http.edge.error_form import ErrorForm
+from relayline.coordinator.http.edge.errors import ErrorDetail, error_body
 from relayline.coordinator.http.edge.middleware import request_id
 from relayline.wire.common.errors import ContextLengthError, RelaylineError, http_status
 
@@ -26,29 +25,10 @@ _TYPES = {
     529: "overloaded_error",
 }
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 def messages_error(error: RelaylineError, request_id: str) -> bytes:
     """Return the JSON of an error, as a reply or as an event."""
     return _written(http_status(error), error_body(error).error, request_id)
-
-
-@web.middleware
-async def messages_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Write errors about messages in the form that their clients read, wherever they were found."""
-    response = await handler(request)
-    is_error = isinstance(response, web.Response) and response.status >= 400
-    if not (is_error and _is_of_their_clients(request)) or response.prepared:
-        return response
-    assert isinstance(response, web.Response)
-    if isinstance(response.body, bytes):
-        try:
-            detail = msgspec.json.decode(response.body, type=ErrorBody).error
-        except msgspec.DecodeError:
-            return response
-        response.body = _written(response.status, detail, request_id(request))
-    return response
 
 
 def _is_of_their_clients(request: web.Request) -> bool:
@@ -64,3 +44,10 @@ def _written(status: int, detail: ErrorDetail, request_id: str) -> bytes:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error = {"type": kind, "message": message}
     return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+
+def _reply(request: web.Request, status: int, detail: ErrorDetail) -> bytes:
+    return _written(status, detail, request_id(request))
+
+
+MESSAGES_FORM = ErrorForm(_is_of_their_clients, _reply)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.edge.errors import ErrorBody
+from relayline.coordinator.http.edge.error_form import ErrorForm
+from relayline.coordinator.http.edge.errors import ErrorDetail
 
 PREFIX = "/api/"
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+def _is_below(request: web.Request) -> bool:
+    return request.path.startswith(PREFIX)
 
 
-@web.middleware
-async def ollama_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Write errors of its routes in the form that their clients read, wherever they were found."""
-    response = await handler(request)
-    is_error = isinstance(response, web.Response) and response.status >= 400
-    if not (is_error and request.path.startswith(PREFIX)) or response.prepared:
-        return response
-    assert isinstance(response, web.Response)
-    if isinstance(response.body, bytes):
-        try:
-            detail = msgspec.json.decode(response.body, type=ErrorBody).error
-        except msgspec.DecodeError:
-            return response
-        response.body = msgspec.json.encode({"error": detail.message})
-    return response
+def _written(_request: web.Request, _status: int, detail: ErrorDetail) -> bytes:
+    return msgspec.json.encode({"error": detail.message})
+
+
+OLLAMA_FORM = ErrorForm(_is_below, _written)

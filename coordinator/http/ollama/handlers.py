@@ -154,7 +154,8 @@ class OllamaHandlers(EmbeddingHandlers):
             "vision": service.takes.images,
             "audio": service.takes.audio,
         }
-        return [name for name, is_there in has.items() if is_there]
+        writes = not service.tokenizer.n_labels  # a reranker does not
+        return [name for name, is_there in has.items() if is_there and writes]
 
 
 def _now() -> datetime.datetime:

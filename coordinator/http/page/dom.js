@@ -77,6 +77,10 @@ export function sentence(text) {
   return `${whole.charAt(0).toUpperCase()}${whole.slice(1)}${/[.!?…]$/.test(whole) ? "" : "."}`;
 }
 
+export function plural(n, one, many) {
+  return n === 1 ? one : many || `${one}s`;
+}
+
 export function count(value) {
   return value === null || value === undefined ? none : Math.round(value).toLocaleString("en-US");
 }

@@ -1,6 +1,6 @@
 // The page of a gateway: its pipelines as they are now, each with a link to its own page and chat.
 
-import { Keyed, ask, count, h, heading, none, percent, say, sentence } from "./dom.js";
+import { Keyed, ask, count, h, heading, none, percent, plural, say, sentence } from "./dom.js";
 import { askForKey } from "./key.js";
 import { themed } from "./theme.js";
 
@@ -36,7 +36,7 @@ const rows = new Keyed(body, (pipeline) => {
   bar.parentElement.hidden = isDead;
   bar.style.width = percent(Math.min(1, running / Math.max(1, pipeline.lanes))).replace(" ", "");
   const waiting = pipeline.waiting ? `, ${count(pipeline.waiting)} waiting` : "";
-  const shown = pipeline.lanes ? `${count(running)} of ${count(pipeline.lanes)} lanes` : count(running);
+  const shown = pipeline.lanes ? `${count(running)} of ${count(pipeline.lanes)} ${plural(pipeline.lanes, "lane")}` : count(running);
   say(streams, isDead ? none : shown + waiting);
   say(cells[4], count(pipeline.sent));
   say(cells[5], pipeline.url);

@@ -38,7 +38,10 @@ function route() {
   if (feed.state) shown.view.update([]);
 }
 
-const RESTS = {
+const WAITS = {
+  starting: "The pipeline starts. Requests get 503 until it is ready.",
+  loading: "The stages load their layers. Requests get 503 until all are ready.",
+  draining: "The pipeline ends: its running requests finish, new ones get 503.",
   sleeping: "The pipeline sleeps: its stages have freed their memory. The next request wakes it and waits for that.",
   waking: "The pipeline wakes: its stages load their layers again. Requests wait until then.",
 };
@@ -69,10 +72,13 @@ function notice(state) {
     isError = true;
   } else if (state && state.loss) {
     const stage = state.loss.stage === null ? null : state.stages[state.loss.stage];
-    text = `${stage ? `Stage ${stage.index}${stage.name ? ` (${stage.name})` : ""}` : "A stage"} is lost: ${state.loss.why}. Running requests wait and go on when it is back.`;
+    const others = stage && typeof stage.takeover_in_s === "number" ? ", or when others have taken over its layers" : "";
+    const why = state.loss.why.replace(/^(stage \d+): /, "$1 reports that "); // a stage accuses its neighbour
+    text = `${stage ? `Stage ${stage.index}${stage.name ? ` (${stage.name})` : ""}` : "A stage"} is lost: ${why}. Running requests wait and go on when it is back${others}.`;
     isError = true;
-  } else if (state && !frozen && state.phase in RESTS) {
-    text = RESTS[state.phase];
+  } else if (state && !frozen && state.phase in WAITS) {
+    text = WAITS[state.phase];
+    if (state.phase === "loading" && state.missing && state.missing.length) text += ` Not here yet: ${state.missing.join(", ")}.`;
   } else if (state && !state.is_recording) {
     text = "The trace level is off: neither steps nor requests are remembered. Start with --trace-level summary to see them.";
   }

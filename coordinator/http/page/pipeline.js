@@ -1,6 +1,6 @@
 // The pipeline: figures over the last minutes, steps as they form, machines and links.
 
-import { Keyed, ago, bytes, count, fixed, frozen, h, heading, layers, mark, ms, none, percent, say, stageName, svg } from "./dom.js";
+import { Keyed, ago, bytes, count, fixed, frozen, h, heading, layers, mark, ms, none, percent, plural, say, stageName, svg } from "./dom.js";
 import { feed } from "./feed.js";
 import { Timeline, describeStep } from "./timeline.js";
 import { showLog } from "./logs.js";
@@ -28,7 +28,7 @@ export function healthOf(stage, state) {
 function progress(stage, word) {
   const done = stage.fetched_bytes ?? stage.loaded_bytes;
   const total = stage.fetch_total_bytes ?? stage.load_total_bytes;
-  return total ? `${word} ${percent(done / total)}` : word;
+  return total ? `${word} ${percent(done / total)}${stage.fetch_trouble ? ", stalled" : ""}` : word;
 }
 
 class Figure {
@@ -122,10 +122,11 @@ class Figures {
     const p95 = latest(8, 10);
     this.itl.show(...split(ms(itl)), p95 === null ? "mean" : `p95 ${ms(p95)}`, p95 !== null);
     this.itl.draw([{ values: column(7), name: "stroke" }, { values: column(8), name: "stroke2" }]);
-    this.streams.show(`${state.running}`, `of ${state.lanes} lanes`, state.waiting ? `${state.waiting} in line` : "none in line", true);
+    const lanes = state.ctx_tokens ? `of ${state.lanes} ${plural(state.lanes, "lane")}` : ""; // known once the stages have loaded
+    this.streams.show(`${state.running}`, lanes, state.waiting ? `${state.waiting} in line` : "none in line", true);
     this.streams.draw([{ values: column(2), name: "stroke" }, { values: column(3), name: "stroke2" }], Math.max(state.lanes || 1, ...column(3)));
     const kv = latest(4);
-    this.kv.show(kv === null ? none : (kv * 100).toFixed(kv < 0.1 ? 1 : 0), "%", `${count(state.kv_tokens)} tokens`);
+    this.kv.show(kv === null ? none : (kv * 100).toFixed(kv < 0.1 ? 1 : 0), "%", `${count(state.kv_tokens)} ${plural(state.kv_tokens, "token")}`);
     this.kv.draw([{ values: column(4), name: "stroke" }], 1);
   }
 }
@@ -230,6 +231,7 @@ function showMachine(row, stage, state) {
 
 function memoryText(stage) {
   const tier = stage.tier && stage.tier.memory_bytes ? ` (${bytes(stage.tier.memory_bytes)} of it stored prefixes)` : "";
+  if (stage.state === "sleeping") return `freed: ${bytes(stage.artifact_bytes)} of weights`;
   const own = stage.resident_bytes ? bytes(stage.resident_bytes) + tier : `${bytes(stage.artifact_bytes)} of weights`;
   return stage.memory_free_bytes ? `${own}, ${bytes(stage.memory_free_bytes)} free of ${bytes(stage.memory_bytes)}` : own;
 }
@@ -358,7 +360,7 @@ export function pipelineView() {
       say(entry, linkText(state));
       say(stored, storedText(state));
       requests.update(state.requests, 12);
-      canvas.setAttribute("aria-label", `Time line of native steps: ${state.stages.length} stages, ${state.running} running streams, overlap ${percent(latest(5, 10))}`);
+      canvas.setAttribute("aria-label", `Time line of native steps: ${state.stages.length} ${plural(state.stages.length, "stage")}, ${state.running} running ${plural(state.running, "stream")}, overlap ${percent(latest(5, 10))}`);
     },
   };
   return view;
@@ -373,17 +375,17 @@ function storedText(state) {
     .filter(([size]) => size)
     .map(([size, place]) => `${bytes(size)} ${place}`);
   const size = held.length ? `: ${held.join(", ")}` : "";
-  return `${count(prefixes)} stored ${prefixes === 1 ? "prefix" : "prefixes"} of ${count(tokens)} tokens${size} · ${count(restored)} restored so far`;
+  return `${count(prefixes)} stored ${plural(prefixes, "prefix", "prefixes")} of ${count(tokens)} ${plural(tokens, "token")}${size} · ${count(restored)} restored so far`;
 }
 
 function batchesText(state) {
   const { running, waiting, requests_done: done, requests_waiting: left } = state.batches || {};
-  return running || waiting ? `${running + waiting} ${running + waiting === 1 ? "batch" : "batches"}: ${count(done)} of ${count(done + left)} requests done` : "";
+  return running || waiting ? `${running + waiting} ${plural(running + waiting, "batch", "batches")}: ${count(done)} of ${count(done + left)} ${plural(done + left, "request")} done` : "";
 }
 
 function linkText(state) {
   const { link, plan } = state;
   if (!state.running && !state.waiting) return ["no stream runs", batchesText(state)].filter(Boolean).join(" · ");
-  const groups = plan && plan.n_groups ? `${plan.n_groups} group${plan.n_groups === 1 ? "" : "s"} of up to ${plan.group_rows} row${plan.group_rows === 1 ? "" : "s"} under way` : "";
+  const groups = plan && plan.n_groups ? `${plan.n_groups} ${plural(plan.n_groups, "group")} of up to ${plan.group_rows} ${plural(plan.group_rows, "row")} under way` : "";
   return [groups, link && link.window_bytes ? `${bytes(link.in_flight_bytes)} in flight to stage 0` : "", batchesText(state)].filter(Boolean).join(" · ");
 }

@@ -1,6 +1,6 @@
 // The plan that runs: who holds what, how streams are grouped, what other plans would give.
 
-import { Keyed, ask, bytes, codeBlock, count, fixed, h, heading, inkOn, layers, mark, ms, none, percent, say, sentence, stageName } from "./dom.js";
+import { Keyed, ask, bytes, codeBlock, count, fixed, h, heading, inkOn, layers, mark, ms, none, percent, plural, say, sentence, stageName } from "./dom.js";
 import { feed } from "./feed.js";
 import { inviteForm } from "./invite.js";
 import { canMove, isMoving, movePanel, moveLayers } from "./steer.js";
@@ -118,6 +118,7 @@ export function planView() {
   const head = h("thead", null, h("tr", null, COLUMNS.map(heading)));
   const facts = h("dl.facts");
   const ifs = h("tbody");
+  const plans = h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Plans", hidden: true }, h("table", null, ifs));
   const note = h("p");
   const warning = h("p.warn-t", { role: "status" });
   const idle = h("p.soft", { role: "status" });
@@ -163,6 +164,7 @@ export function planView() {
     const counts = computed.streams;
     const base = computed.plans[0];
     say(note, computed.is_known ? "Predicted from each stage's measured steps, with the formula of the running scheduler. Memory is not checked here; relayline plan checks it." : "The stages have not measured their steps yet.");
+    plans.hidden = false;
     ifs.replaceChildren(
       h("tr", null, h("th", { scope: "col" }, "Plan"), h("th", { scope: "col" }, "Layers"), counts.map((n) => h("th.n", { scope: "col" }, `${n} stream${n === 1 ? "" : "s"}`))),
       ...computed.plans.map((plan) => h("tr", null, h("td", null, plan === base ? h("b", null, plan.name) : plan.name), h("td.num", null, plan.layers.map(layers).join("  "), plan.name === BY_SPEED && trial.isShown ? h("button.small", { type: "button", onclick: () => trial.take(plan.layers) }, "Try") : ""),
@@ -186,14 +188,14 @@ export function planView() {
     else if (feed.facts.enrol) {
       const soft = waiting.length ? `Waiting for: ${waiting.join(", ")}. Where relayline up runs, this prints the line for that machine:` : "Every stage has joined. Where relayline up runs, this prints the line for one more machine:";
       lines.push(h("p.soft", null, soft), codeBlock(waiting.length ? waiting.map((name) => `relayline invite ${name}`).join("\n") : "relayline invite NAME --host ADDRESS"));
-    } else if (isHereAlone) lines.push(h("p.soft", null, "Stages join on this machine alone. For others, name their stages in a manifest; relayline up prints the line for each machine:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
+    } else if (isHereAlone) lines.push(h("p.soft", null, "Stages join on this machine alone. For others, name their stages in a manifest; relayline up prints the line for each machine:"), codeBlock("relayline init --model MODEL.gguf --hosts THIS-HOST,OTHER-HOST\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
     else if (join) {
       const names = waiting.length ? waiting : ["NAME"];
       lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}. On that machine:` : "Every stage has joined. To move a stage to another machine, end it and run there:"));
       for (const name of names) lines.push(codeBlock(`relayline stage --join ${join} --name ${name} --tls DIRECTORY`));
       lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA:"));
       lines.push(codeBlock(`relayline certs issue CA-DIRECTORY HOST --stage ${names[0]}`));
-    } else lines.push(h("p.soft", null, "This coordinator was started with the addresses of its stages. To let machines join by themselves, put them into a manifest and start it on the first one. It prints the line for each other machine:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
+    } else lines.push(h("p.soft", null, "This coordinator was started with the addresses of its stages. To let machines join by themselves, put them into a manifest and start it on the first one. It prints the line for each other machine:"), codeBlock("relayline init --model MODEL.gguf --hosts THIS-HOST,OTHER-HOST\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
     lines.push(h("p.soft", null, "Other lanes or another context need a new start. relayline plan shows the memory that they need:"), codeBlock("relayline plan pipeline.yaml"));
     next.replaceChildren(...lines);
   }
@@ -203,7 +205,7 @@ export function planView() {
       h("section", null, h(".head", null, h("h2", null, "The plan that runs")), h(".panel", null, facts, h(".pad", null, bar, warning, idle), h(".scroll", { tabindex: "0", role: "region", "aria-label": "Stages" }, h("table", null, head, body)))),
       trial.element,
       moving.element,
-      h("section", null, h(".head", null, h("h2", null, "Predicted speed of other plans"), note, h(".tools", null, h("button", { type: "button", onclick: look }, "Compute again"))), h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Plans" }, h("table", null, ifs))),
+      h("section", null, h(".head", null, h("h2", null, "Predicted speed of other plans"), note, h(".tools", null, h("button", { type: "button", onclick: look }, "Compute again"))), plans),
       h("section", null, h(".head", null, h("h2", null, "The next machine")), next)),
     show() {
       look();
@@ -218,8 +220,8 @@ export function planView() {
       const period = plan.period_ns ? plan.period_ns / 1e6 : null;
       facts.replaceChildren(
         fact("Model", state.model),
-        fact("Lanes", count(state.lanes), `of ${count(state.ctx_tokens)} tokens`),
-        fact("Groups", count(plan.n_groups), `of ${plan.group_rows} row${plan.group_rows === 1 ? "" : "s"}`),
+        fact("Lanes", state.ctx_tokens ? count(state.lanes) : none, state.ctx_tokens ? `of ${count(state.ctx_tokens)} tokens` : "not known yet"),
+        fact("Groups", count(plan.n_groups), `of ${plan.group_rows} ${plural(plan.group_rows, "row")}`),
         fact("A token every", ms(period), "predicted"),
         fact("Overhead", ms(plan.overhead_ns / 1e6), "per round trip"),
         ...(state.grants && state.grants.rows ? [fact("Granted rows", count(state.grants.rows), "not waited for the coordinator")] : []),

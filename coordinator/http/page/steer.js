@@ -1,6 +1,6 @@
 // What a user changes: layers, drained stages, requests, the trace level. What takes something away is asked for twice.
 
-import { ask, frozen, h, layers, mark, none, say, sentence } from "./dom.js";
+import { ask, frozen, h, layers, mark, none, percent, plural, say, sentence } from "./dom.js";
 import { feed, pollNow } from "./feed.js";
 
 const SHOWN_S = 120; // that a finished change of layers stays on the page
@@ -93,7 +93,7 @@ export async function moveLayers(cuts, texts) {
 }
 
 export async function cancel(item) {
-  const far = item.tokens ? `It has ${item.tokens} tokens so far. ` : "";
+  const far = item.tokens ? `It has ${item.tokens} ${plural(item.tokens, "token")} so far. ` : "";
   const text = `${far}Its client gets the error request_cancelled and no more tokens.`;
   if (!(await confirmed(`Cancel ${item.id}?`, [text], "Cancel it"))) return;
   try {
@@ -132,16 +132,23 @@ function changes(move) {
   return [...new Set([...move.before.stages, ...move.stages])].map((name) => {
     const [from, to] = [before.get(name) || null, after.get(name) || null];
     const word = move.state === "cutting" || move.state === "failed" ? "" : move.keep.includes(name) ? "keeps its layers"
-      : !to ? (isDone ? "is free" : "gives them away") : move.waiting_for.includes(name) ? "loads" : isDone ? "holds them" : "has loaded";
+      : !to ? (isDone ? "is free" : "gives them away") : move.waiting_for.includes(name) ? loads(move.fetches?.[name]) : isDone ? "holds them" : "has loaded";
     return [name, from, to, word];
   });
+}
+
+// How far a stage is with its new layers; `fetch` is missing until it has said so.
+function loads(fetch) {
+  if (!fetch) return "loads";
+  const far = `fetches ${percent(fetch.done_bytes / fetch.total_bytes)}`;
+  return fetch.trouble ? `${far}, stalled: ${fetch.trouble}` : far;
 }
 
 function headline(move) {
   if (move.state === "failed") return `Layers were not moved, and nothing has changed: ${move.problem}`;
   const took = `${move.took_s.toFixed(1)} s`;
   if (move.state !== "done") return `Layers move, for ${took} so far. Requests go on.`;
-  const tokens = move.kept_tokens || move.replayed_tokens ? ` Running requests kept ${move.kept_tokens.toLocaleString("en-US")} tokens and recomputed ${move.replayed_tokens.toLocaleString("en-US")}.` : "";
+  const tokens = move.kept_tokens || move.replayed_tokens ? ` Running requests kept ${move.kept_tokens.toLocaleString("en-US")} ${plural(move.kept_tokens, "token")} and recomputed ${move.replayed_tokens.toLocaleString("en-US")}.` : "";
   return `Layers have moved in ${took}; requests paused for ${move.paused_s.toFixed(2)} s.${tokens}`;
 }
 
@@ -226,8 +233,8 @@ export function tracing() {
   const show = (found) => {
     const back = found.back_to ? ` It goes back to ${found.back_to} in ${found.back_in_s < 90 ? `${found.back_in_s.toFixed(0)} s` : `${(found.back_in_s / 60).toFixed(0)} min`}.` : "";
     const apart = found.stages.filter((each) => each !== found.level).length;
-    const where = found.exporting ? `${found.exported_spans.toLocaleString("en-US")} spans were sent to the collector.` : "No collector is set, so no spans are sent.";
-    say(told, `Level ${found.level}.${back} ${where}${apart ? ` ${apart} of ${found.stages.length} stages have another level or do not answer.` : ""}`);
+    const where = found.exporting ? `${found.exported_spans.toLocaleString("en-US")} ${plural(found.exported_spans, "span was", "spans were")} sent to the collector.` : "No collector is set, so no spans are sent.";
+    say(told, `Level ${found.level}.${back} ${where}${apart ? ` ${apart} of ${found.stages.length} ${plural(found.stages.length, "stage")} ${apart === 1 ? "has another level or does" : "have another level or do"} not answer.` : ""}`);
     if (!isTouched) level.value = found.level;
   };
   const look = async () => {

@@ -1,7 +1,7 @@
 // Native steps as they form: one lane a stage, one block a step. Time in which nothing ran, or of which nothing was
 // fetched, is folded into a narrow gap that says so; within a stretch every lane has the same scale.
 
-import { colour, fitCanvas, forgetColours, h, inkOn, ms, stillness } from "./dom.js";
+import { colour, fitCanvas, forgetColours, h, inkOn, ms, plural, stillness } from "./dom.js";
 import { feed, isLate } from "./feed.js";
 
 const AXIS = 22; // px below the lanes
@@ -239,8 +239,15 @@ export class Timeline {
     pen.fillStyle = colour("soft");
     pen.font = '13px system-ui, "Liberation Sans", sans-serif';
     pen.textAlign = "center";
-    const text = isLate() || !feed.state ? "" : "No step yet. Send a request, or open Chat.";
-    pen.fillText(pen.measureText(text).width > width - 2 * GAP ? text.slice(0, text.indexOf(".") + 1) : text, width / 2, (this.nStages * this.laneHeight) / 2 + 4);
+    const phase = isLate() || !feed.state ? "" : feed.state.phase;
+    const whole = !phase ? "" : phase === "ready" ? "No step yet. Send a request, or open Chat." : phase === "sleeping" ? "No step since it fell asleep. A request wakes it." : "No step yet.";
+    const text = pen.measureText(whole).width > width - 2 * GAP ? whole.slice(0, whole.indexOf(".") + 1) : whole;
+    const middle = (this.nStages * this.laneHeight) / 2;
+    const room = pen.measureText(text).width / 2 + 12;
+    pen.fillStyle = colour("lane"); // the line between two lanes does not go through the words
+    if (text && this.nStages % 2 === 0) pen.fillRect(width / 2 - room, middle - 12, 2 * room, 24);
+    pen.fillStyle = colour("soft");
+    pen.fillText(text, width / 2, middle + 4);
     pen.textAlign = "left";
   }
 
@@ -463,7 +470,8 @@ export function describeStep(line, step) {
   if (line.dataset.step === key) return; // said once: screen readers would say it again
   line.dataset.step = key;
   if (!step) {
-    line.replaceChildren(h("span.soft", null, "Point at a block to see its streams. Arrow keys move, space pauses, + and − zoom, Enter opens its request."));
+    const hint = matchMedia("(pointer: coarse)").matches ? "Tap a block to see its streams." : "Point at a block to see its streams. Arrow keys move, space pauses, + and − zoom, Enter opens its request.";
+    line.replaceChildren(h("span.soft", null, hint));
     return;
   }
   const part = (name, value) => h("span", null, h("span", null, name), h("span.num", null, value));
@@ -484,7 +492,7 @@ export function describeStep(line, step) {
 
 function link(each) {
   const id = feed.streams.get(each.stream);
-  const text = `${id ? short(id) : `#${each.stream}`}${each.isPrompt ? ` (${each.rows} prompt rows)` : each.rows > 1 ? ` (${each.rows} rows)` : ""}`;
+  const text = `${id ? short(id) : `#${each.stream}`}${each.isPrompt ? ` (${each.rows} prompt ${plural(each.rows, "row")})` : each.rows > 1 ? ` (${each.rows} rows)` : ""}`;
   return id ? h("a.num", { href: `#/requests/${encodeURIComponent(id)}` }, text, " ") : h("span.num", null, text, " ");
 }
 

@@ -10,7 +10,8 @@ from relayline.coordinator.http.replies.choice import ChoiceState, Ending, Promp
 from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests.chat_form import ChatForm
-from relayline.coordinator.http.requests.validation import Plan, fit_tokens
+from relayline.coordinator.http.requests.plan import Plan
+from relayline.coordinator.http.requests.prompts import fit_tokens
 from relayline.coordinator.http.workers.prepared import Prepared, unpacked
 from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
 from relayline.coordinator.sessions.request_log import RequestRecord

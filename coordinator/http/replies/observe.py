@@ -11,7 +11,7 @@ from aiohttp import web
 from relayline.coordinator.http.edge.clients import BATCH
 from relayline.coordinator.http.edge.record import OPERATIONS, RECORD
 from relayline.coordinator.http.replies.choice import Growth
-from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.wire.telemetry import names
@@ -47,8 +47,8 @@ def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, 
     observer.tracing.describe(record, attributes)
 
 
-def note_embeddings(observer: Observer, request: web.Request, model: str, completion_id: str) -> None:
-    """Record what a request for embeddings is, once its body has been checked."""
+def note_pooled(observer: Observer, request: web.Request, model: str, completion_id: str) -> None:
+    """Record what a request for pooled rows is, once its body has been checked."""
     record = request[RECORD]
     record.completion_id, record.model = completion_id, model
     observer.tracing.describe(record, _operation(request, record))

@@ -17,7 +17,7 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.replies.choice import Speller
 from relayline.coordinator.http.replies.media import Media
 from relayline.coordinator.http.replies.observe import note_grammar, wants_content
-from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.workers.body_pool import BodyPool, find_style
 from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting_of, unpacked
 from relayline.coordinator.http.workers.preparing import as_sent
@@ -28,7 +28,7 @@ from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
-from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.errors import InvalidRequestError, NotServedError
 from relayline.wire.common.versions import version_of
 
 OtherForm = Literal[
@@ -41,7 +41,10 @@ OtherForm = Literal[
     "llama",
     "infill",
     "embeddings",
+    "rerank",
+    "score",
 ]
+_READING = ("embeddings", "rerank", "score", "counted")  # routes that write no text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,10 +88,16 @@ class Service:
 
         Raises the body's error. `content`: with its prompts as JSON, for telemetry.
         """
+        self._check_writes(route)
         asked = Asked(route, self.generator.ctx_tokens, random_seed(), content)
         raw = await request.read()
         answer = await self.pool.ask(client_of(request), asked, raw)
         return await self._with_media(request, msgspec.msgpack.decode(answer, type=Prepared))
+
+    def _check_writes(self, route: str) -> None:
+        """Raise NotServedError where a reranker is asked to write."""
+        if self.tokenizer.n_labels and route not in _READING:
+            raise NotServedError("this model ranks documents and writes no text; send a query to /v1/rerank")
 
     async def _with_media(self, request: web.Request, prepared: Prepared) -> Prepared:
         """Put its media into the prompt of a chat. Raises InvalidRequestError, OverloadedError, InternalError."""
@@ -122,6 +131,7 @@ class Service:
         """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
         refers to. The media of one that `is_counted` are left as they are. `seed`: if the body has none; else any.
         """
+        self._check_writes(route)
         is_counted |= route == "counted"
         content = wants_content(self.observer, request)
         # A text that is only counted may be longer than any stream.

@@ -96,6 +96,48 @@ class Embeddings(Struct):
     object: Literal["list"] = "list"
 
 
+class RankedText(Struct):
+    """A document of a request, repeated."""
+
+    text: str
+
+
+class RankedDocument(Struct):
+    """The score of one document."""
+
+    index: int  # in the request
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Reranked(Struct):
+    """Reply of /v1/rerank, the best document first."""
+
+    model: str
+    usage: EmbeddingsUsage
+    results: list[RankedDocument]
+    object: Literal["list"] = "list"
+
+
+class Score(Struct):
+    """The score of one pair of texts."""
+
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class Scores(Struct):
+    """Reply of /v1/score, as vLLM has it."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
+
+
 class PromptProgress(Struct):
     """How far a prompt has been read, as llama-server has it."""
 

@@ -21,9 +21,9 @@ from relayline.coordinator.answers.harmony import HarmonyReader, harmony_answer_
 from relayline.coordinator.answers.reader import AnswerReader, CallReading, Reader, random_call_id
 from relayline.coordinator.answers.syntax import Thinking
 from relayline.coordinator.answers.template import Conversation
+from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.requests.structure import check_size, fault_of, grammar_of, in_a_line
 from relayline.coordinator.http.requests.tools import Offered
-from relayline.coordinator.http.requests.validation import Plan
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
 from relayline.wire.common.errors import InvalidRequestError
 

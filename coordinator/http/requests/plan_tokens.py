@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from relayline.coordinator.http.requests import validation
-from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.requests.plan import Plan
+from relayline.coordinator.http.requests.prompts import check_tokens
 from relayline.coordinator.text.dry import breakers_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import LOGIT_BIAS_MAX, SAMPLER_TOKENS_MAX
@@ -26,9 +26,9 @@ class PlanTokens:
         Raises InvalidRequestError, also for token ids outside the vocabulary.
         """
         n_vocab = self._tokenizer.n_vocab
-        validation.check_tokens([token for token, _ in plan.sampling.logit_bias], n_vocab, "logit_bias")
-        validation.check_tokens(plan.sampling.allowed_tokens, n_vocab, "allowed_token_ids")
-        validation.check_tokens(plan.stop_tokens, n_vocab, "stop_token_ids")
+        check_tokens([token for token, _ in plan.sampling.logit_bias], n_vocab, "logit_bias")
+        check_tokens(plan.sampling.allowed_tokens, n_vocab, "allowed_token_ids")
+        check_tokens(plan.stop_tokens, n_vocab, "stop_token_ids")
         if plan.dry_texts and self._tokenizer.has_text:
             found = breakers_of(self._tokenizer, plan.dry_texts)
             sampling = dataclasses.replace(plan.sampling, dry_breakers=found.whole, dry_sequences=found.sequences)
@@ -77,7 +77,7 @@ class PlanTokens:
         if not text:
             return ()
         if isinstance(text, tuple):
-            validation.check_tokens(text, tokenizer.n_vocab, "prediction")
+            check_tokens(text, tokenizer.n_vocab, "prediction")
             return text[:ctx_tokens]
         if not tokenizer.has_text:
             raise InvalidRequestError.of_field("prediction", "this model has no tokenizer")

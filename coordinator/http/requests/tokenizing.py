@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from relayline.coordinator.http.requests import validation
 from relayline.coordinator.http.requests.bodies import DetokenizeBody, TokenizeBody
+from relayline.coordinator.http.requests.prompts import check_tokens
 from relayline.coordinator.text.tokenizer import Tokenizer
 
 TOKENS_PER_PART = 4_096  # of a long answer to /tokenize
@@ -32,7 +32,7 @@ def tokenized(body: TokenizeBody, ids: Sequence[int], tokenizer: Tokenizer, ctx_
 
 def detokenized(body: DetokenizeBody, tokenizer: Tokenizer) -> bytes:
     """Return the answer to a body. Raises InvalidRequestError for ids outside the vocabulary."""
-    validation.check_tokens(body.tokens, tokenizer.n_vocab, "tokens")
+    check_tokens(body.tokens, tokenizer.n_vocab, "tokens")
     text = tokenizer.decode(body.tokens)
     return msgspec.json.encode({"content": text, "prompt": text})
 

@@ -11,14 +11,16 @@ from typing import Any
 
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.requests.bodies import ChatBody, CompletionBody, GenerationBody, MessageBody
+from relayline.coordinator.http.requests.plan import SEEDS, Plan
 from relayline.coordinator.http.requests.structure import Shape, shape_of
-from relayline.coordinator.http.requests.tools import Offered, check_calls, offered_by
+from relayline.coordinator.http.requests.tools import check_calls, offered_by
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.model_names import without_latest
-from relayline.coordinator.sessions.tenants import ServiceTier, tier_of, turn_of
-from relayline.wire.common.bounds import BIAS_MAX, GRAMMAR_TOKENS_MAX
-from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from relayline.coordinator.sessions.tenants import tier_of, turn_of
+from relayline.wire.common.bounds import BIAS_MAX
+from relayline.wire.common.errors import InvalidRequestError, ModelNotFoundError
 from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
+from relayline.wire.common.texts import counted
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
 _U64 = 1 << 64
@@ -51,72 +53,6 @@ DRY_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 
 NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"tools": (), "tool_choice": ("none", "auto")}
 REASONING_FORMATS = ("auto", "deepseek", "none")
-
-Prompts = str | Sequence[int | str | list[int]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """A checked request, the same for both routes."""
-
-    n: int  # choices per prompt
-    max_tokens: int | None  # as asked for; None when the client left it open
-    max_tokens_default: int | None  # when left open: this many, or None for all that the context leaves
-    sampling: SamplingParams  # of the first choice; the others derive their seed from it
-    stops: tuple[str, ...]
-    ignore_eos: bool
-    stream: bool
-    include_usage: bool
-    echo: bool
-    return_token_ids: bool
-    cache_prompt: bool
-    prediction: str | tuple[int, ...] = ""  # the client's predicted output, as text or token ids
-    shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
-    offered: Offered | None = None  # tools
-    splits_reasoning: bool = True  # a chat's reasoning is shown separately from its text
-    min_tokens: int = 0  # before them no answer may end
-    stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, and are not shown
-    shows_stop: bool = False  # what ended an answer is shown, a string or a token
-    bad_words: tuple[str, ...] = ()  # that are not said; their tokens go into `sampling`
-    dry_texts: tuple[str, ...] = ()  # sequence breakers, where repetitions cost; their tokens go into `sampling`
-    bias_texts: tuple[tuple[str, float], ...] = ()  # whose tokens have that bias; they go into `sampling`
-    n_logprobs: int = -1  # alternatives of each token of the answer; below 0: no log probabilities
-    n_prompt_logprobs: int = -1  # the same of each token of the prompt, as vLLM shows them
-    continuous_usage: bool = False  # each event of a stream carries the usage so far
-    shows_timings: bool = False
-    shows_progress: bool = False  # of the prompt, in a stream
-    service_tier: ServiceTier | None = None  # that it is served as; None: the client did not ask
-    turn: int = 0  # in its sender's line, see `turn_of`
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's own tokens get log probabilities."""
-        return self.n_prompt_logprobs >= 0 or (self.echo and self.n_logprobs >= 0)
-
-    def sampling_of(self, choice: int, n_prompt: int = 0) -> SamplingParams:
-        """Return the sampling of the n-th choice of a prompt: seed + choice, so each can be asked for alone."""
-        if not choice and not self.sampling.held_back_tokens:
-            return self.sampling
-        numbers = self.sampling.numbers
-        if self.sampling.held_back_tokens:
-            numbers = tuple(sorted({**dict(numbers), "held_back_until": float(n_prompt + self.min_tokens)}.items()))
-        return dataclasses.replace(self.sampling, seed=(self.sampling.seed + choice) % _U64, numbers=numbers)
-
-
-NO_PLAN = Plan(
-    n=1,
-    max_tokens=1,
-    max_tokens_default=None,
-    sampling=SamplingParams(temperature=0.0),
-    stops=(),
-    ignore_eos=False,
-    stream=False,
-    include_usage=False,
-    echo=False,
-    return_token_ids=False,
-    cache_prompt=True,
-)
-"""Of a body that asks for no tokens."""
 
 
 def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) -> Plan:
@@ -185,62 +121,6 @@ def check_messages(messages: Sequence[MessageBody]) -> None:
         if message.content is None and message.role in ("user", "system", "developer", "tool"):
             param = f"messages[{index}].content"
             raise InvalidRequestError.of_field(param, "required field is missing")
-
-
-def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list[int]]:
-    """Return the prompts of a /v1/completions body: a text, token ids, several texts, or several lists of ids.
-
-    Raises InvalidRequestError.
-    """
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if ids and len(ids) == len(prompt):
-        return [ids]
-    if not prompt or ids:
-        raise InvalidRequestError.of_field("prompt", "must be text, token ids, a list of texts or of token id lists")
-    several = [item if isinstance(item, str) else [*item] for item in prompt if not isinstance(item, int)]
-    if len({type(item) for item in several}) > 1:
-        raise InvalidRequestError.of_field("prompt", "texts and token id lists cannot be mixed")
-    if len(several) * n > limits.choices_max:
-        raise InvalidRequestError.of_field(
-            "prompt", f"{len(several)} prompts with n={n} are {len(several) * n} choices; at most {limits.choices_max}"
-        )
-    return several
-
-
-def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
-    """Refuse token ids outside the vocabulary; llama.cpp would abort on them."""
-    if not tokens or (min(tokens) >= 0 and max(tokens) < n_vocab):
-        return
-    for at, token in enumerate(tokens):
-        if not 0 <= token < n_vocab:
-            raise InvalidRequestError.of_field(param, f"token {token} at index {at} is not in [0, {n_vocab})")
-
-
-def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_strict: bool) -> int:
-    """Return how many tokens to generate after a prompt of `n_prompt` tokens.
-
-    As many as the client asked for, or the rest of the context if that is less; with `is_strict` less is an error.
-    Raises InvalidRequestError for an empty prompt, ContextLengthError for a request that cannot fit.
-    """
-    if n_prompt < 1:
-        raise InvalidRequestError.of_field(param, "the prompt has no tokens")
-    room = ctx_tokens - n_prompt
-    grammar_of = plan.shape.param if plan.shape else "tools" if plan.sampling.grammar else ""
-    limit = min(room, GRAMMAR_TOKENS_MAX) if grammar_of else room
-    wanted = plan.max_tokens
-    if wanted is None:
-        wanted = min(limit, limit if plan.max_tokens_default is None else plan.max_tokens_default)
-    elif not is_strict:
-        wanted = min(limit, wanted)
-    elif grammar_of and wanted > GRAMMAR_TOKENS_MAX:
-        text = f"at most {GRAMMAR_TOKENS_MAX} with {grammar_of}, got {wanted}"
-        raise InvalidRequestError.of_field("max_tokens", text)
-    wanted = max(wanted, 1)
-    if wanted > room:
-        raise ContextLengthError.of_request(ctx_tokens, n_prompt, wanted, param)
-    return wanted
 
 
 def nanoseconds(text: str, param: str) -> int:
@@ -323,7 +203,7 @@ def _sampling(
         top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
-        seed=(random_seed if body.seed in (None, -1) else body.seed) % _U64,
+        seed=(random_seed if body.seed in (None, -1) else body.seed) % SEEDS,
         n_logprobs=n_logprobs,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
@@ -359,7 +239,7 @@ def _dry_texts(body: GenerationBody) -> tuple[str, ...]:
 def _choices(body: GenerationBody, limits: HttpLimits) -> int:
     n = body.n or 1
     if n > limits.choices_per_prompt_max:
-        raise InvalidRequestError.of_field("n", f"at most {limits.choices_per_prompt_max} choices, got {n}")
+        raise InvalidRequestError.of_field("n", f"at most {counted(limits.choices_per_prompt_max, 'choice')}, got {n}")
     return n
 
 

@@ -13,6 +13,7 @@ import msgspec
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX
 from relayline.wire.common.files import replaced
 from relayline.wire.common.own_directory import OWN_FILE_MODE
+from relayline.wire.common.texts import counted, plural
 
 log = logging.getLogger("relayline.http")
 
@@ -66,7 +67,8 @@ def read_all(directory: Path, kind: type[T]) -> Iterator[T]:
         log.warning(text + advice, directory, versions, VERSION, len(others))
     if left_out:
         n = len(left_out)
-        log.warning("%d responses cannot be read and are left out, the first is %s", n, left_out[0])
+        text = "%s cannot be read and %s left out, the first is %s"
+        log.warning(text, counted(n, "response"), plural(n, "is", "are"), left_out[0])
 
 
 def read(path: Path, kind: type[T]) -> T:

@@ -79,7 +79,7 @@ class _Worker(asyncio.Protocol):
         self._came = bytearray()
         self._phase: Phase | None = None  # the activity with the body that was sent last
         self._answer: asyncio.Future[tuple[bytes, bytes]] | None = None
-        self._is_lost = False
+        self.is_lost = False
 
     def send(self, *parts: bytes) -> None:
         """Send frames."""
@@ -89,7 +89,7 @@ class _Worker(asyncio.Protocol):
         """Send a body. Return the kind of the answer and the answer. Raises _WorkerDiedError."""
         self._phase = None
         self._answer = asyncio.get_running_loop().create_future()
-        if self._is_lost:
+        if self.is_lost:
             self._died()
         else:
             self.send(TO_WORKER.pack(len(asked), len(raw)), asked, raw)
@@ -125,7 +125,7 @@ class _Worker(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The worker has ended, or its pipe was closed."""
-        self._is_lost = True
+        self.is_lost = True
         self._died()
 
     def _died(self) -> None:
@@ -145,28 +145,46 @@ class _Workers:
     async def ask(self, client: str, asked: bytes, raw: bytes) -> bytes:
         """Return the answer; raises the worker's error, _WorkerDiedError where it died, OverloadedError."""
         async with self._turns.turn(client, len(raw)):
-            worker = self._idle.pop() if self._idle else await self._new()
-            is_fit = False
             try:
-                async with asyncio.timeout(WALL_S_MAX):
-                    kind, answer = await worker.talk(asked, raw)
-                is_fit = kind in (ANSWERED, FAILED) and len(raw) + len(answer) <= KEEP_BYTES_MAX
-            except TimeoutError:
-                raise OverloadedError("this host is too busy to read the body in time; try again") from None
-            finally:
-                if is_fit and not self._is_closed:
-                    self._idle.append(worker)
-                else:
-                    worker.end()
+                kind, answer = await self._talk(asked, raw)
+            except _WorkerDiedError as died:
+                if died.phase is not None:
+                    raise
+                kind, answer = await self._talk(asked, raw)  # the body was not its reason: it was killed before
         if kind == FAILED:
             raise _raised(msgspec.msgpack.decode(answer, type=Failure))
         return answer
+
+    async def _talk(self, asked: bytes, raw: bytes) -> tuple[bytes, bytes]:
+        worker = self._fit() or await self._new()
+        is_fit = False
+        try:
+            async with asyncio.timeout(WALL_S_MAX):
+                kind, answer = await worker.talk(asked, raw)
+            is_fit = kind in (ANSWERED, FAILED) and len(raw) + len(answer) <= KEEP_BYTES_MAX
+        except TimeoutError:
+            raise OverloadedError("this host is too busy to read the body in time; try again") from None
+        finally:
+            if is_fit and not self._is_closed:
+                self._idle.append(worker)
+            else:
+                worker.end()
+        return kind, answer
 
     def close(self) -> None:
         """End the idle workers; the others end with their requests."""
         self._is_closed = True
         while self._idle:
             self._idle.pop().end()
+
+    def _fit(self) -> _Worker | None:
+        """Return an idle worker, if there is one. Killed ones are left out: they die with the fork server, too."""
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.is_lost:
+                return worker
+            worker.end()
+        return None
 
     async def _new(self) -> _Worker:
         try:

@@ -12,11 +12,10 @@ import resource
 import signal
 import socket
 import struct
-from typing import Any
 
 import msgspec
 
-from relayline.coordinator.http.workers.prepared import Asked, Phase, Setting
+from relayline.coordinator.http.workers.prepared import Asked, Enter, Phase, Setting
 from relayline.coordinator.http.workers.preparing import Preparer
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InternalError, OverloadedError, RelaylineError
@@ -80,7 +79,7 @@ def serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
             return
 
 
-def _answer(preparer: Preparer, asked: Asked, raw: bytearray, enter: Any) -> tuple[bytes, bytes]:
+def _answer(preparer: Preparer, asked: Asked, raw: bytearray, enter: Enter) -> tuple[bytes, bytes]:
     try:
         return ANSWERED, preparer.answer(asked, raw, enter)
     except MemoryError:
@@ -94,11 +93,17 @@ def _answer(preparer: Preparer, asked: Asked, raw: bytearray, enter: Any) -> tup
     return FAILED, msgspec.msgpack.encode(failure)
 
 
+def end_with_parent(parent: int) -> None:
+    """From now on this process ends with its parent; at once, where that has ended before."""
+    with contextlib.suppress(AttributeError):  # macOS has none: there a child ends when its socket does
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _limit_self(niceness: int) -> None:
     for number in (signal.SIGCHLD, signal.SIGPROF, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    with contextlib.suppress(AttributeError):  # macOS has none: there a child ends when its socket does
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.nice(niceness)
     lower_limit(resource.RLIMIT_CORE, 0)
     now_bytes = address_space_bytes()

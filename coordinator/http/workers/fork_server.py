@@ -14,7 +14,7 @@ import socket
 import sys
 from pathlib import Path
 
-from relayline.coordinator.http.workers.body_worker import serve
+from relayline.coordinator.http.workers.body_worker import end_with_parent, serve
 from relayline.coordinator.http.workers.fork_orders import read_order
 from relayline.coordinator.text.tokenizer import Tokenizer
 
@@ -27,6 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     tokenizers: dict[str, Tokenizer] = {}
+    server = os.getpid()
     children: dict[int, int] = {}  # number -> process id
     while True:
         asked = read_order(control)
@@ -43,6 +44,7 @@ def main() -> None:
             tokenizer = _loaded(tokenizers, order["path"])
             child = os.fork()
             if child == 0:
+                end_with_parent(server)
                 control.close()
                 _be_child(pipe, tokenizer)
             children[number] = child

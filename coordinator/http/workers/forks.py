@@ -14,9 +14,13 @@ from pathlib import Path
 from relayline.coordinator.http.workers.fork_orders import order_frame
 from relayline.wire.common.child_command import module_command
 
+END_S = 2.0  # for the server to end its workers and itself; then it is killed
+
 
 class ForkServer:
-    """Makes worker processes that have a vocabulary, and ends them. Any thread."""
+    """Makes worker processes that have a vocabulary, and ends them. Any thread, the event loop's too: a server that
+    hangs is not waited for.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,8 +39,8 @@ class ForkServer:
         with self._lock, its:
             try:
                 self._say(self._started(), order, its.fileno())
-            except (BrokenPipeError, ConnectionError):  # killed, by the kernel perhaps
-                self._stop()
+            except ConnectionError:  # killed, by the kernel perhaps
+                self._kill()
                 self._say(self._started(), order, its.fileno())
         return number, ours
 
@@ -47,14 +51,22 @@ class ForkServer:
                 self._say(self._control, order_frame({"number": number}))
 
     def close(self) -> None:
-        """End the server and all workers."""
+        """End the server and all workers. Waits for up to END_S."""
         with self._lock:
-            self._stop()
+            if self._process is not None and self._control is not None:
+                self._control.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_S)
+            self._kill()
 
     def _say(self, control: socket.socket, order: bytes, *given: int) -> None:
-        """Send an order, which the socket has room for unless the server hangs. Raises OSError."""
-        if socket.send_fds(control, [order], given) < len(order):  # what follows would be read as its rest
-            self._stop()
+        """Send an order, which the socket has room for unless the server hangs: then it is killed. Raises OSError."""
+        try:
+            n_sent = socket.send_fds(control, [order], given)
+        except BlockingIOError:
+            n_sent = 0
+        if n_sent < len(order):
+            self._kill()
             raise BlockingIOError("the fork server does not read its orders")
 
     def _started(self) -> socket.socket:
@@ -74,17 +86,15 @@ class ForkServer:
             self._control = ours
         return self._control
 
-    def _stop(self) -> None:
+    def _kill(self) -> None:
+        """End the server at once, and so its workers. The next one that is wanted has another server."""
         control, process = self._control, self._process
         self._control = self._process = None
         if control is not None:
             control.close()
         if process is not None:
-            try:
-                process.wait(2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
 
 fork_server = ForkServer()  # of this process

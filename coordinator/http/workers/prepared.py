@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -12,15 +13,18 @@ from relayline.coordinator.answers.harmony import HARMONY
 from relayline.coordinator.answers.syntax import HERMES, SYNTAXES
 from relayline.coordinator.answers.template import ToolStyle
 from relayline.coordinator.http.edge.limits import HttpLimits
-from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.media.parts import TEXT_ALONE, MediaFile, Takes
 from relayline.coordinator.text.chat import CallForm, ChatTemplate
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
 
 OtherChat = Literal["responses", "messages", "counted", "transcriptions", "ollama_chat"]
 Route = Literal[
     "style",
     "completions",
     "embeddings",
+    "rerank",
+    "score",
     "llama",
     "infill",
     "chat",
@@ -32,7 +36,9 @@ Route = Literal[
     "template",
     "grammar",
 ]
-Phase = Literal["reading", "template", "tokens"]  # the activity that took too much
+Phase = Literal["reading", "template", "tokens"]  # a worker's activity
+Enter = Callable[[Phase], None]
+"""Says that an activity begins: which one it was, should it take too much."""
 
 _SYNTAXES = {syntax.label: syntax for syntax in (*SYNTAXES, HERMES, HARMONY)}
 
@@ -89,6 +95,20 @@ class Asked(Struct):
     seed: int = 0  # for a request that brings none
     wants_content: bool = False  # prompts as JSON, for telemetry
     n_context: int = 0  # bytes before the body: the context that it refers to
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """One request in a worker's hands."""
+
+    asked: Asked
+    raw: bytes | bytearray  # its body
+    enter: Enter
+
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens that a prompt may have at the most: of the context, or while that is not known of any."""
+        return self.asked.ctx_tokens or CTX_TOKENS_MAX
 
 
 class Prepared(Struct):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import msgspec
 
 from relayline.coordinator.answers.template import Conversation
-from relayline.coordinator.http.embeddings import asking as embeddings_asking
 from relayline.coordinator.http.llama import asking as llama_asking
 from relayline.coordinator.http.ollama import asking as ollama_asking
 from relayline.coordinator.http.requests import lora, tokenizing, validation
@@ -29,21 +27,30 @@ from relayline.coordinator.http.requests.bodies import (
     TokenizeBody,
     decode_body,
 )
-from relayline.coordinator.http.requests.chat_form import ChatForm, chat_grammar
+from relayline.coordinator.http.requests.grammar_tasks import grammar_from, task_of_chat, task_of_prompt
 from relayline.coordinator.http.requests.inner_form import Inner
+from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.requests.plan_tokens import PlanTokens
-from relayline.coordinator.http.requests.structure import grammar_of
-from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.requests.prompts import check_fit, check_tokens, split_prompt
 from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.workers.other_chats import CHATS
-from relayline.coordinator.http.workers.prepared import Asked, Phase, Prepared, Route, Setting, Style, packed, unpacked
+from relayline.coordinator.http.workers.prepared import (
+    Asked,
+    Enter,
+    Prepared,
+    Route,
+    Setting,
+    Style,
+    Work,
+    packed,
+    unpacked,
+)
+from relayline.coordinator.http.workers.read_alone import READ_ALONE
 from relayline.coordinator.media.parts import Marked, take_media
 from relayline.coordinator.text.chat import ChatTemplate, content_text
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.wire.common.bounds import CTX_TOKENS_MAX
-from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
+from relayline.wire.common.errors import InvalidRequestError
 
-PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
 _GOES_ON = "q7VxK2goes-on"  # marks the place where a turn is to be continued, while its chat is rendered
 
 
@@ -55,39 +62,39 @@ class Preparer:
         self._setting, self._tokenizer = setting, tokenizer
         self._made: Conversation | None = None
         self._plan_tokens = PlanTokens(tokenizer)
+        self._answers: dict[Route, Callable[[Work], bytes]] = {
+            "style": self._style,
+            "grammar": self._grammar,
+            "tokenize": self._tokenized,
+            "detokenize": self._detokenized,
+            "template": self._templated,
+            "references": lambda work: responses_asking.references(work.raw),
+        }
+        self._prepares: dict[Route, Callable[[Work], Prepared]] = {
+            "chat": self._chat,
+            "completions": self._completion,
+            "llama": self._llama,
+            "infill": self._llama,
+            "ollama_generate": self._ollama_generated,
+            **dict.fromkeys(CHATS, self._of_other_dialect),
+            **{route: functools.partial(read, setting, tokenizer) for route, read in READ_ALONE.items()},
+        }
 
-    def answer(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+    def answer(self, asked: Asked, raw: bytes | bytearray, enter: Enter) -> bytes:
         """Return the answer to one request, in its route's form; `enter` gets the name of each activity. Raises its
         errors.
         """
         enter("reading")
-        if asked.route == "style":
-            enter("template")
-            return msgspec.msgpack.encode(self._style())
-        if asked.route == "grammar":
-            return self._grammar(bytes(raw)).encode()
-        ctx_tokens = asked.ctx_tokens or CTX_TOKENS_MAX
-        if asked.route == "tokenize":
-            return self._tokenized(asked, raw, enter)
-        if asked.route == "template":
-            return self._templated(raw, enter)
-        if asked.route == "detokenize":
-            return tokenizing.detokenized(decode_body(raw, DetokenizeBody), self._tokenizer)
-        if asked.route == "references":
-            return responses_asking.references(raw)
-        if asked.route == "embeddings":
-            return msgspec.msgpack.encode(self._embedded(raw, ctx_tokens, enter))
-        if asked.route == "ollama_generate":
-            return msgspec.msgpack.encode(self._ollama_generated(asked, raw, ctx_tokens, enter))
-        if asked.route in CHATS:
-            return msgspec.msgpack.encode(self._of_other_dialect(asked, raw, ctx_tokens, enter))
-        prepare = {"chat": self._chat, "completions": self._completion}.get(asked.route, self._llama)
-        return msgspec.msgpack.encode(prepare(asked, raw, ctx_tokens, enter))
+        work = Work(asked, raw, enter)
+        if asked.route in self._answers:
+            return self._answers[asked.route](work)
+        return msgspec.msgpack.encode(self._prepares[asked.route](work))
 
-    def _style(self) -> Style:
+    def _style(self, work: Work) -> bytes:
+        work.enter("template")
         chat = _chat_template(self._setting)
         fault = chat.fault()
-        return Style.of(Conversation(chat, self._tokenizer).style, fault)
+        return msgspec.msgpack.encode(Style.of(Conversation(chat, self._tokenizer).style, fault))
 
     def _conversation(self) -> Conversation:
         if self._made is None:
@@ -97,55 +104,43 @@ class Preparer:
             )
         return self._made
 
-    def _completion(
-        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
-    ) -> Prepared:
-        return self._completed(asked, decode_body(raw, CompletionBody), ctx_tokens, enter)
+    def _completion(self, work: Work) -> Prepared:
+        return self._completed(work, decode_body(work.raw, CompletionBody))
 
-    def _completed(
-        self,
-        asked: Asked,
-        body: CompletionBody,
-        ctx_tokens: int,
-        enter: Callable[[Phase], None],
-        *,
-        has_limit: bool = True,
-    ) -> Prepared:
+    def _completed(self, work: Work, body: CompletionBody, *, has_limit: bool = True) -> Prepared:
         """`has_limit`: the answer is short unless it says how long it may be."""
         limits = self._setting.limits
-        plan = validation.plan_completion(body, limits, asked.seed)
+        plan = validation.plan_completion(body, limits, work.asked.seed)
         if not has_limit:
             plan = dataclasses.replace(plan, max_tokens_default=None)
-        sent: Sequence[str | list[int]] = validation.split_prompt(body.prompt, plan.n, limits)
+        sent: Sequence[str | list[int]] = split_prompt(body.prompt, plan.n, limits)
         if body.suffix and isinstance(body.prompt, str):
-            enter("tokens")
+            work.enter("tokens")
             sent = [llama_asking.filled_in(self._tokenizer, body.prompt, body.suffix, param="prompt")]
-        return self._prepared_completion(asked, body, plan, sent, ctx_tokens, enter)
+        return self._prepared_completion(work, body, plan, sent)
 
-    def _llama(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+    def _llama(self, work: Work) -> Prepared:
         """Read a body in llama-server's own form."""
         limits, tokenizer = self._setting.limits, self._tokenizer
-        if asked.route == "infill":
-            found = llama_asking.read_infill(raw, tokenizer, ctx_tokens)
+        if work.asked.route == "infill":
+            found = llama_asking.read_infill(work.raw, tokenizer, work.ctx_tokens)
         else:
-            found = llama_asking.read(raw, tokenizer, limits)
-        plan = validation.plan_completion(found.body, limits, asked.seed)
+            found = llama_asking.read(work.raw, tokenizer, limits)
+        plan = validation.plan_completion(found.body, limits, work.asked.seed)
         # Its answers always have timings, and may be of any length.
         plan = dataclasses.replace(plan, shows_timings=True, max_tokens_default=None)
-        prepared = self._prepared_completion(asked, found.body, plan, found.prompts, ctx_tokens, enter)
+        prepared = self._prepared_completion(work, found.body, plan, found.prompts)
         texts = [tokenizer.decode(unpacked(prompt)) for prompt in prepared.prompts] if tokenizer.has_text else []
         prepared.answer_options = llama_asking.answer_options(found, plan, texts or [""] * len(prepared.prompts))
         return prepared
 
-    def _ollama_generated(
-        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
-    ) -> Prepared:
+    def _ollama_generated(self, work: Work) -> Prepared:
         """Read the body of /api/generate: a chat of one question, or a prompt."""
-        found = ollama_asking.read_generate(raw)
+        found = ollama_asking.read_generate(work.raw)
         try:
             if isinstance(found, Inner):
-                return self._prepared_chat(asked, found.chat, ctx_tokens, enter)
-            prepared = self._completed(asked, found, ctx_tokens, enter, has_limit=False)
+                return self._prepared_chat(work, found.chat)
+            prepared = self._completed(work, found, has_limit=False)
         except InvalidRequestError as error:
             raise ollama_asking.rename(error) from None
         prepared.is_plain = True
@@ -156,34 +151,27 @@ class Preparer:
         return lora.model_of(validation.check_model(body.model, self._setting.model_id, limits), body.lora, limits.lora)
 
     def _prepared_completion(
-        self,
-        asked: Asked,
-        body: CompletionBody,
-        plan: Plan,
-        sent: Sequence[str | list[int]],
-        ctx_tokens: int,
-        enter: Callable[[Phase], None],
+        self, work: Work, body: CompletionBody, plan: Plan, sent: Sequence[str | list[int]]
     ) -> Prepared:
-        tokenizer = self._tokenizer
+        tokenizer, ctx_tokens = self._tokenizer, work.ctx_tokens
         model = self._model_of(body)
         plan = self._plan_tokens.of_texts(plan)
         self._check_shape(plan)
-        enter("tokens")
+        work.enter("tokens")
         start_ns = time.monotonic_ns()
-        _check_fit([len(each) for each in sent if not isinstance(each, str)], ctx_tokens)
+        check_fit([len(each) for each in sent if not isinstance(each, str)], ctx_tokens)
         prompts: list[list[int]] = []
         for each in sent:
             if isinstance(each, str):
                 add_special = body.add_special_tokens is not False
                 prompts.append(tokenizer.encode(each, add_special=add_special, ctx_tokens=ctx_tokens))
             else:
-                validation.check_tokens(each, tokenizer.n_vocab, "prompt")
+                check_tokens(each, tokenizer.n_vocab, "prompt")
                 prompts.append(each)
-            _check_fit(list(map(len, prompts)), ctx_tokens)
+            check_fit(list(map(len, prompts)), ctx_tokens)
         echoes = [each if isinstance(each, str) else tokenizer.decode(each) for each in sent] if plan.echo else []
         prediction = self._plan_tokens.of_prediction(plan, ctx_tokens)
-        texts = [("user", tokenizer.decode(prompt)) for prompt in prompts] if asked.wants_content else []
-        task = _task(plan, None) if plan.shape else b""
+        texts = [("user", tokenizer.decode(prompt)) for prompt in prompts] if work.asked.wants_content else []
         return Prepared(
             model=model,
             plan=_lean(plan),
@@ -191,73 +179,45 @@ class Preparer:
             echoes=echoes,
             prediction=packed(prediction),
             is_thinking=False,
-            grammar_task=task,
+            grammar_task=task_of_prompt(plan),
             input_json=_messages_json(texts),
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
         )
 
-    def _embedded(self, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
-        tokenizer = self._tokenizer
-        body = embeddings_asking.read(raw)
-        model = validation.check_model(body.model, self._setting.model_id, self._setting.limits)
-        enter("tokens")
-        start_ns = time.monotonic_ns()
-        prompts = embeddings_asking.inputs_of(body, tokenizer, ctx_tokens)
-        _check_fit(list(map(len, prompts)), ctx_tokens)
-        for prompt in prompts:
-            validation.check_tokens(prompt, tokenizer.n_vocab, "input")
-        return Prepared(
-            model=model,
-            plan=validation.NO_PLAN,
-            prompts=list(map(packed, prompts)),
-            echoes=[],
-            prediction=b"",
-            is_thinking=False,
-            grammar_task=b"",
-            input_json="",
-            start_ns=start_ns,
-            end_ns=time.monotonic_ns(),
-            answer_options=msgspec.msgpack.encode(embeddings_asking.answer_options(body)),
-        )
-
-    def _of_other_dialect(
-        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
-    ) -> Prepared:
-        read, rename = CHATS[asked.route]
-        inner = read(raw, asked.n_context)
+    def _of_other_dialect(self, work: Work) -> Prepared:
+        read, rename = CHATS[work.asked.route]
+        inner = read(work.raw, work.asked.n_context)
         try:
-            prepared = self._prepared_chat(asked, inner.chat, ctx_tokens, enter)
+            prepared = self._prepared_chat(work, inner.chat)
         except InvalidRequestError as error:
             raise rename(error) from None
         prepared.answer_options = inner.answer_options
         return prepared
 
-    def _chat(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
-        return self._prepared_chat(asked, decode_body(raw, ChatBody), ctx_tokens, enter)
+    def _chat(self, work: Work) -> Prepared:
+        return self._prepared_chat(work, decode_body(work.raw, ChatBody))
 
-    def _prepared_chat(self, asked: Asked, body: ChatBody, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
-        limits, tokenizer = self._setting.limits, self._tokenizer
+    def _prepared_chat(self, work: Work, body: ChatBody) -> Prepared:
+        limits, tokenizer, ctx_tokens = self._setting.limits, self._tokenizer, work.ctx_tokens
         model = self._model_of(body)
-        plan = self._plan_tokens.of_texts(validation.plan_chat(body, limits, asked.seed))
+        plan = self._plan_tokens.of_texts(validation.plan_chat(body, limits, work.asked.seed))
         if not tokenizer.has_text:
             text = "this model has no tokenizer; send token ids to /v1/completions"
             raise InvalidRequestError(text, param="messages")
         self._check_shape(plan)
         if self._setting.style is not None and self._setting.style.fault:
             raise InvalidRequestError(self._setting.style.fault, param="messages")
-        enter("template")
+        work.enter("template")
         rendered, messages, marked = self._rendered(body, plan)
         is_thinking = self._conversation().is_thinking(rendered)
-        enter("tokens")
+        work.enter("tokens")
         start_ns = time.monotonic_ns()
         prompt = self._chat_tokens(rendered, marked, ctx_tokens)
         if plan.scores_prompt and marked.media:
             raise InvalidRequestError.of_field("prompt_logprobs", "not for prompts with images or audio")
         prediction = self._plan_tokens.of_prediction(plan, ctx_tokens)
-        texts = [(each["role"], marked.shown(_text(each))) for each in messages] if asked.wants_content else []
-        offered = plan.offered
-        has_grammar = plan.shape is not None or (offered is not None and offered.needs_grammar)
+        texts = [(each["role"], marked.shown(_text(each))) for each in messages] if work.asked.wants_content else []
         return Prepared(
             model=model,
             plan=_lean(plan),
@@ -265,7 +225,7 @@ class Preparer:
             echoes=[],
             prediction=packed(prediction),
             is_thinking=is_thinking,
-            grammar_task=_task(plan, is_thinking) if has_grammar else b"",
+            grammar_task=task_of_chat(plan, is_thinking=is_thinking),
             input_json=_messages_json(texts),
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
@@ -281,7 +241,7 @@ class Preparer:
         for number, text in zip(numbers, texts, strict=True):
             tokens.append(-1 - number)
             tokens += self._tokenizer.encode(text, add_special=False, ctx_tokens=ctx_tokens, param="messages")
-            _check_fit([len(tokens)], ctx_tokens)
+            check_fit([len(tokens)], ctx_tokens)
         return tokens
 
     def _rendered(self, body: ChatBody, plan: Plan) -> tuple[str, list[dict[str, Any]], Marked]:
@@ -298,12 +258,12 @@ class Preparer:
         rendered = conversation.render(messages, plan.offered.shown if plan.offered else (), variables)
         return (_up_to_mark(rendered) if body.continue_final_message else rendered), messages, marked
 
-    def _templated(self, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
-        body = decode_body(raw, ChatBody)
+    def _templated(self, work: Work) -> bytes:
+        body = decode_body(work.raw, ChatBody)
         plan = validation.plan_chat(body, self._setting.limits, 0)
         if self._setting.style is not None and self._setting.style.fault:
             raise InvalidRequestError(self._setting.style.fault, param="messages")
-        enter("template")
+        work.enter("template")
         rendered, _, marked = self._rendered(body, plan)
         return msgspec.json.encode({"prompt": marked.shown(rendered)})
 
@@ -311,32 +271,32 @@ class Preparer:
         if plan.shape is not None and not self._tokenizer.has_text:
             raise InvalidRequestError.of_field(plan.shape.param, "this model has no tokenizer")
 
-    def _grammar(self, task: bytes) -> str:
-        plan, is_thinking = pickle.loads(task)  # made by `_completion` or `_chat`, in a process like this one
-        if is_thinking is None:
-            return grammar_of(plan.shape) if plan.shape else ""
-        return chat_grammar(plan, ChatForm(self._conversation(), plan.offered, plan.splits_reasoning, is_thinking))
+    def _grammar(self, work: Work) -> bytes:
+        return grammar_from(work.raw, self._conversation).encode()
 
-    def _tokenized(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
-        body, tokenizer = decode_body(raw, TokenizeBody), self._tokenizer
+    def _detokenized(self, work: Work) -> bytes:
+        return tokenizing.detokenized(decode_body(work.raw, DetokenizeBody), self._tokenizer)
+
+    def _tokenized(self, work: Work) -> bytes:
+        body, tokenizer = decode_body(work.raw, TokenizeBody), self._tokenizer
         if [body.content, body.prompt, body.messages].count(None) != 2:
             raise InvalidRequestError.of_field("content", "send one of content, prompt and messages")
         if body.messages is not None:
-            chat = decode_body(raw, ChatBody)  # the prompt is made as a chat's is
+            chat = decode_body(work.raw, ChatBody)  # the prompt is made as a chat's is
             plan = validation.plan_chat(chat, self._setting.limits, 0)
-            enter("template")
+            work.enter("template")
             rendered = self._rendered(chat, plan)[0]
-            enter("tokens")
-            ids = tokenizer.encode_chat(rendered, CTX_TOKENS_MAX)
+            work.enter("tokens")
+            ids = tokenizer.encode_chat(rendered)
         elif body.prompt is not None:
-            enter("tokens")
+            work.enter("tokens")
             ids = tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
         else:
-            enter("tokens")
+            work.enter("tokens")
             ids = tokenizer.encode(
                 body.content or "", add_special=body.add_special, parse_special=body.parse_special, param="content"
             )
-        return tokenizing.tokenized(body, ids, tokenizer, asked.ctx_tokens)
+        return tokenizing.tokenized(body, ids, tokenizer, work.asked.ctx_tokens)
 
 
 def as_sent(route: Route, error: InvalidRequestError) -> InvalidRequestError:
@@ -361,27 +321,6 @@ def _up_to_mark(rendered: str) -> str:
         text = "the model's chat template does not end an assistant's turn"
         raise InvalidRequestError.of_field("continue_final_message", text)
     return prompt
-
-
-def _check_fit(lengths: Sequence[int], ctx_tokens: int) -> None:
-    """Raise ContextLengthError for prompts of these lengths, in tokens, that cannot fit."""
-    longest = max(lengths, default=0)
-    if longest > ctx_tokens:
-        raise ContextLengthError.of_prompt(ctx_tokens, f"{longest} tokens", "prompt")
-    if sum(lengths) > PROMPT_TOKENS_MAX:
-        raise ContextLengthError(
-            f"prompt: the prompts of one request have at most {PROMPT_TOKENS_MAX} tokens", "prompt"
-        )
-
-
-def _task(plan: Plan, is_thinking: bool | None) -> bytes:
-    """Return the parts of a grammar, for the route "grammar"; `is_thinking`: of a chat."""
-    if plan.offered:
-        plan = dataclasses.replace(plan, offered=dataclasses.replace(plan.offered, shown=()))
-    try:
-        return pickle.dumps((plan, is_thinking))
-    except RecursionError:
-        raise InvalidRequestError.of_field("tools", "a schema is nested too deeply") from None
 
 
 def _lean(plan: Plan) -> Plan:

@@ -111,7 +111,7 @@ class Keeper:
         facts: dict[str, Any] = {"event": "ready", "role": "gateway", "url": url, "models": models}
         facts["needs_key"] = self._plan.config.http.api_keys_file is not None
         if models:
-            facts |= {"model": models[0], "chat": events[0].get("chat", True)}
+            facts |= {"model": models[0], "chat": events[0].get("chat", True), "ranks": events[0].get("ranks", False)}
         if self._plan.config.awake_max:
             facts |= {"awake_max": self._plan.config.awake_max, "asleep": list(asleep)}
         self._emit(facts)

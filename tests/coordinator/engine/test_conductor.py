@@ -267,12 +267,14 @@ NEWER_OPTIONS = (
         request(), sampling=SamplingParams(numbers=(("repetition_penalty", 1.3),), bad_words=((1, 2),))
     ),
     dataclasses.replace(request(), scores_prompt=True),
+    dataclasses.replace(request(), sampling=SamplingParams(numbers=(("pooling", 3.0), ("ranked", 1.0)))),
 )
-OLDER = dataclasses.replace(FACTS, options=frozenset({"dry_multiplier"}))
+OLDER = dataclasses.replace(FACTS, options=frozenset({"dry_multiplier", "pooling"}))
 
 
 @pytest.mark.parametrize(
-    ("asked", "names"), [*zip(NEWER_OPTIONS, ("bad_words, repetition_penalty", "prompt_logprobs"), strict=True)]
+    ("asked", "names"),
+    [*zip(NEWER_OPTIONS, ("bad_words, repetition_penalty", "prompt_logprobs", "ranked"), strict=True)],
 )
 def test_an_older_last_stage_gets_no_request_whose_options_it_would_pass_over(
     asked: GenerationRequest, names: str
@@ -287,7 +289,7 @@ def test_an_older_last_stage_gets_no_request_whose_options_it_would_pass_over(
 
 def test_a_stream_ends_when_an_older_last_stage_cannot_go_on_with_it() -> None:
     conductor = connected()
-    asked, waiting = NEWER_OPTIONS
+    asked, waiting, _ = NEWER_OPTIONS
     conductor.open(asked, 0)
     conductor.dispatch(0)
     conductor.open(dataclasses.replace(waiting, request_id="waits"), 0)

@@ -45,7 +45,10 @@ def test_a_place_goes_through_its_states() -> None:
     membership.progress(ticket, HostState.FETCHING, 10, 100, now_ns=2_000_000_000)
     entry = membership.describe(5_000_000_000)[1]
     assert (entry["fetched_bytes"], entry["fetch_total_bytes"], entry["state_s"]) == (10, 100, 3.0)
+    membership.progress(ticket, HostState.FETCHING, 10, 100, now_ns=3_000_000_000, trouble="the hub stalls")
+    assert membership.describe(5_000_000_000)[1]["fetch_trouble"] == "the hub stalls"
     membership.progress(ticket, HostState.FETCHING, 90, 100, now_ns=4_000_000_000)
+    assert not membership.describe(5_000_000_000)[1]["fetch_trouble"]
     assert membership.describe(5_000_000_000)[1]["state_s"] == 3.0, "the state began once"
     membership.progress(ticket, HostState.LOADING, 60, 100, now_ns=5_000_000_000)
     entry = membership.describe(5_000_000_000)[1]

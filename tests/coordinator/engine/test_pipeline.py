@@ -208,7 +208,7 @@ async def test_a_refusal_says_why_and_leaves_nothing_behind(artifacts: Artifacts
         with pytest.raises(ContextLengthError, match=r"256 tokens. However, you requested 257 tokens \(250 in"):
             pipeline.open(request(prompt_of(0, 250), 7))
         streams = [pipeline.open(request(prompt_of(0, 3), 4)) for _ in range(2)]
-        with pytest.raises(OverloadedError, match="1 requests already wait"):
+        with pytest.raises(OverloadedError, match="1 request already waits"):
             pipeline.open(request(prompt_of(0, 3), 4))
         first, second = await asyncio.gather(*map(tokens_of, streams))
         assert first == second

@@ -12,6 +12,7 @@ from relayline.coordinator.engine.moves import (
     SETTLE_MAX_S,
     Cut,
     Drop,
+    Fetch,
     Moves,
     MoveState,
     Prepare,
@@ -65,11 +66,32 @@ def test_an_idle_pipeline_switches_at_once(world: World) -> None:
     assert described["layers"] == [[0, 3], [3, 5], [5, 8]]
     assert described["move"] == {
         "number": 1, "cuts": [3, 5], "stages": ["a", "b", "c"], "state": "done", "state_s": 6.75, "took_s": 2.25,
-        "keep": ["a"], "waiting_for": [], "paused_s": 0.25, "kept_tokens": 0, "replayed_tokens": 0, "problem": "",
+        "keep": ["a"], "waiting_for": [], "fetches": {}, "paused_s": 0.25, "kept_tokens": 0, "replayed_tokens": 0,
+        "problem": "",
         "layers": [[0, 3], [3, 5], [5, 8]],
         "before": {"stages": ["a", "b", "c"], "layers": [[0, 3], [3, 6], [6, 8]]},
     }  # fmt: skip
     assert not world.moves.connected(3 * S), "a later epoch is no change"
+
+
+def test_a_change_says_how_far_each_stage_is_and_why_one_does_not_get_on(world: World) -> None:
+    def fetches() -> object:
+        return world.moves.describe(S)["move"]["fetches"]  # type: ignore[index]
+
+    world.moves.begin((3, 5), 0)
+    world.moves.fetching(1, 1, Fetch(5, 10))
+    assert fetches() == {}, "the model is not cut yet"
+    world.moves.cut(1, (True, False, False), S)
+    world.moves.fetching(1, 1, Fetch(5, 10, "the hub stalls"))
+    world.moves.fetching(1, 2, Fetch(7, 20))
+    world.moves.fetching(2, 2, Fetch(8, 20))  # of a change that is not this one
+    b = {"done_bytes": 5, "total_bytes": 10, "trouble": "the hub stalls"}
+    assert fetches() == {"b": b, "c": {"done_bytes": 7, "total_bytes": 20, "trouble": ""}}
+    world.moves.prepared(1, 2, S)
+    world.moves.fetching(1, 2, Fetch(20, 20))
+    assert fetches() == {"b": b}, "one that has its slice is no longer on the way"
+    world.moves.failed(1, "b: the hub stalls", S)
+    assert fetches() == {}
 
 
 def test_flights_under_way_return_before_a_switch(world: World) -> None:
@@ -190,6 +212,12 @@ def test_others_may_hold_the_layers_and_an_empty_stage_is_not_waited_for(world: 
     assert world.moves.left(1, S) == [], "b should hold nothing, so its leaving does no harm"
     assert world.moves.prepared(1, 3, 2 * S) == [Switch(1)]
     assert (world.moves.holders, world.moves.describe(3 * S)["stages"]) == ((0, 3, 2), ["a", "s", "c"])
+
+
+def test_cuts_for_drained_stages_say_which_these_are(world: World) -> None:
+    world.moves = Moves(world.conductor, NAMES, 8, (), (1,))
+    with pytest.raises(InvalidRequestError, match=r"^1 stage needs 0 cuts, .* \(no layers are for a, c: drained,"):
+        world.moves.begin((3,), 0)
 
 
 def test_more_and_fewer_stages_than_before(world: World) -> None:

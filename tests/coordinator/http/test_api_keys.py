@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -147,6 +148,20 @@ async def test_everything_but_health_and_metrics_needs_a_key(tokenizer: Tokenize
         assert await status(f"{url}/v1/models", ALICE) == 200
         assert await status(f"{url}/v1/models", BOB) == 200
         assert await status(f"{url}/nowhere", BOB) == 404
+
+
+async def test_each_client_reads_in_its_own_form_that_it_needs_a_key(tokenizer: Tokenizer, file: Path):
+    async with serving(tokenizer, file) as url, aiohttp.ClientSession(url) as session:
+
+        async def refusal(path: str) -> Any:
+            async with session.post(path, json={}) as response:
+                assert response.status == 401
+                return await response.json()
+
+        text = (await refusal("/v1/completions"))["error"]["message"]
+        assert "no API key" in text
+        assert await refusal("/api/chat") == {"error": text}
+        assert (await refusal("/v1/messages"))["error"] == {"type": "authentication_error", "message": text}
 
 
 async def test_refused_requests_push_no_other_out_of_view(tokenizer: Tokenizer, file: Path):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,8 +25,9 @@ from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing import vocabulary_files as support
-from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from relayline.wire.common.errors import ContextLengthError, InternalError, InvalidRequestError, OverloadedError
 from tests.support.http_support import WAIT_S, serving
+from tests.support.polling import pause
 
 N_TIMES = "{% for a in range(n) %}{% for b in range(n) %}{% for c in range(n) %}{% endfor %}{% endfor %}{% endfor %}hi"
 ENDLESS = "{% set n = 99999 %}" + N_TIMES
@@ -40,6 +44,7 @@ HOSTILE = {
     "brackets": "{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}",
 }
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+ORDERS_MAX = 100_000  # more than a socket holds
 
 
 @pytest.fixture(scope="module")
@@ -183,16 +188,70 @@ async def test_one_clients_long_requests_leave_the_others_a_worker(tokenizer: To
     pool.close()
 
 
-async def test_a_fork_server_that_was_killed_is_started_again(pool: BodyPool) -> None:
-    assert unpacked((await completed(pool, {"prompt": [104]})).prompts[0]) == (104,)
+async def worker_of(workers: body_pool._Workers) -> body_pool._Worker:
+    """Let them have one idle worker, and return it."""
+    if not workers._idle:
+        workers._idle.append(await workers._new())
+    return workers._idle[0]
+
+
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["while idle", "as it is asked"])
+async def test_a_fork_server_that_was_killed_with_all_workers_costs_no_request(
+    pool: BodyPool, is_noticed: bool
+) -> None:
+    kinds = (pool._quick, pool._long, pool._grammars)
+    idle = [await worker_of(workers) for workers in kinds]
+    asked = await completed(pool, {"prompt": [104], "guided_regex": "[0-9]"})
     process = body_pool.fork_server._process
     assert process is not None
     process.kill()
     process.wait()
-    pool._quick.close()
-    pool._quick._is_closed = False
+    if is_noticed:
+        async with asyncio.timeout(WAIT_S):
+            while not all(worker.is_lost for worker in idle):
+                await pause()
     for _ in range(2):
         assert unpacked((await completed(pool, {"prompt": [104]})).prompts[0]) == (104,)
+    long = {"prompt": [104], "metadata": "x" * body_pool.QUICK_BYTES_MAX}
+    assert unpacked((await completed(pool, long)).prompts[0]) == (104,)
+    assert await pool.ask("a", Asked("grammar", 512), asked.grammar_task)
+
+
+def test_a_worker_whose_server_ended_before_it_began_ends_too() -> None:
+    gone = "import os; from relayline.coordinator.http.workers.body_worker import end_with_parent; "
+    for parent, code in (("os.getppid()", 0), ("-1", 1)):
+        done = subprocess.run([sys.executable, "-c", f"{gone}end_with_parent({parent})"], check=False, timeout=120)
+        assert done.returncode == code
+
+
+async def test_a_fork_server_that_hangs_is_replaced_at_once(pool: BodyPool) -> None:
+    await completed(pool, {"prompt": [104]})
+    process = body_pool.fork_server._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    for number in range(ORDERS_MAX):
+        body_pool.fork_server.end(-1 - number)  # of no worker
+        if process.returncode is not None:
+            break
+    assert process.returncode == -signal.SIGKILL
+    assert unpacked((await completed(pool, {"prompt": [104]})).prompts[0]) == (104,)
+
+
+async def test_a_worker_that_never_begins_is_tried_once_more_and_no_oftener(
+    pool: BodyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_asked = 0
+
+    async def dead(self: body_pool._Worker, asked: bytes, raw: bytes) -> tuple[bytes, bytes]:
+        nonlocal n_asked
+        n_asked += 1
+        raise body_pool._WorkerDiedError(None)
+
+    monkeypatch.setattr(body_pool._Worker, "talk", dead)
+    long = {"prompt": [104], "metadata": "x" * body_pool.QUICK_BYTES_MAX}
+    with pytest.raises(InternalError, match="does not start"):
+        await completed(pool, long)
+    assert n_asked == 2
 
 
 async def test_the_fork_server_needs_no_sockets_of_packets(pool: BodyPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import aiohttp
 import numpy as np
 import pytest
 
-from relayline.coordinator.http.dialect_routes import RERANK_PATHS
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
@@ -142,12 +141,6 @@ async def test_stages_that_cannot_are_501(tokenizer: Tokenizer) -> None:
 
     found, _ = await asked(tokenizer, "/v1/embeddings", 501, FakeGenerator(refusing), input="a")
     assert found["error"]["code"] == "not_implemented"
-
-
-@pytest.mark.parametrize("path", RERANK_PATHS)
-async def test_reranking_says_why_it_is_not_served(tokenizer: Tokenizer, path: str) -> None:
-    found, _ = await asked(tokenizer, path, 501, query="a", documents=["b", "c"])
-    assert "cannot be split" in found["error"]["message"]
 
 
 async def test_a_full_line_holds_up_the_rest_of_a_long_list(tokenizer: Tokenizer) -> None:

@@ -20,7 +20,8 @@ from relayline.coordinator.http.edge.errors import MESSAGE_CHARS_MAX, error_body
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.requests import validation
 from relayline.coordinator.http.requests.bodies import ChatBody, CompletionBody, decode_body
-from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.requests.plan import Plan
+from relayline.coordinator.http.requests.prompts import check_tokens, fit_tokens, split_prompt
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import N_VOCAB, write_tokenizer
 from relayline.stage.sampling.sampler import SamplingOptions
@@ -303,10 +304,10 @@ def test_a_word_that_is_none_of_a_field_names_them(kind: Any, body: dict[str, An
 )
 def test_prompt_forms(prompt: Any, parts: list[str | list[int]] | None) -> None:
     if parts is not None:
-        assert validation.split_prompt(prompt, 2, LIMITS) == parts
+        assert split_prompt(prompt, 2, LIMITS) == parts
         return
     with pytest.raises(InvalidRequestError) as caught:
-        validation.split_prompt(prompt, 2, LIMITS)
+        split_prompt(prompt, 2, LIMITS)
     assert caught.value.param == "prompt"
 
 
@@ -339,8 +340,8 @@ def test_long_predictions() -> None:
 
 
 def test_fitting_the_context() -> None:
-    def fit(n_prompt: int, plan: validation.Plan, ctx_tokens: int, param: str, is_strict: bool = False) -> int:
-        return validation.fit_tokens(n_prompt, plan, ctx_tokens, param, is_strict=is_strict)
+    def fit(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, is_strict: bool = False) -> int:
+        return fit_tokens(n_prompt, plan, ctx_tokens, param, is_strict=is_strict)
 
     assert fit(10, completion_plan(), 100, "prompt") == 16
     assert fit(90, completion_plan(), 100, "prompt") == 10
@@ -382,9 +383,9 @@ def test_model_names() -> None:
 
 @pytest.mark.parametrize("bad", [-1, N_VOCAB, 1 << 70])
 def test_token_ids_outside_the_vocabulary(bad: int) -> None:
-    validation.check_tokens([0, N_VOCAB - 1], N_VOCAB, "prompt")
+    check_tokens([0, N_VOCAB - 1], N_VOCAB, "prompt")
     with pytest.raises(InvalidRequestError, match="index 1"):
-        validation.check_tokens([0, bad], N_VOCAB, "prompt")
+        check_tokens([0, bad], N_VOCAB, "prompt")
 
 
 # --- no body causes a 500 ---------------------------------------------------------------------------------------------

@@ -40,6 +40,17 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
+def test_scripts_import_what_they_call() -> None:
+    """Only the part of a page that is drawn would notice a missing one."""
+    shared = set(re.findall(r"^export (?:async )?function (\w+)", (FILES_DIR / "dom.js").read_text(), re.MULTILINE))
+    assert {"h", "plural"} <= shared
+    for path in sorted(FILES_DIR.glob("*.js")):
+        text = path.read_text()
+        known = {*re.findall(r"(?:function|const|let) (\w+)", text)}
+        known.update(*(re.findall(r"\w+", names) for names in re.findall(r"import \{([^}]*)\}", text)))
+        assert {*re.findall(r"(?<![.\w])(\w+)\(", text)} & shared - known == set(), path.name
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

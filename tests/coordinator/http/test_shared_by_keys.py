@@ -158,7 +158,7 @@ async def test_a_request_carries_whose_it_is_and_its_turn(tokenizer: Tokenizer, 
     async with serving(tokenizer, tmp_path, generator) as url, openai_client(url, BATCH) as client:
         await client.completions.create(model=MODEL, prompt="x", max_tokens=2, extra_body={"priority": 7})
         await client.responses.create(model=MODEL, input="x", service_tier="flex")
-        with pytest.raises(openai.InternalServerError, match="gave no embedding"):
+        with pytest.raises(openai.InternalServerError, match="gave no pooled row"):
             await client.embeddings.create(model=MODEL, input="x")
     first, second, third = generator.requests
     assert {each.tenant for each in generator.requests} == {Tenant("batch")}

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import errno
 import logging
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -609,6 +610,22 @@ async def test_an_announcement_that_is_repeated_is_no_second_holder(
     assert sorted(each.port for each in asked) == [1, at.port], "each is asked once"
     with pytest.raises(StageLostError, match=r"127\.0\.0\.1:1 cannot be reached"):
         await asyncio.to_thread(holder_of, code, [("copy", [dead]), ("lan", [dead])])
+
+
+def test_a_port_that_is_not_for_joining_is_told(ca: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = Coordinator("127.0.0.1", other.getsockname()[1])
+
+        def hang_up() -> None:
+            link, _ = other.accept()
+            link.recv(1)
+            link.close()
+
+        ending = threading.Thread(target=hang_up)
+        ending.start()
+        with pytest.raises(RelaylineError, match=r"hosts join at the port that `relayline up` printed, 50049 unless"):
+            by_code.invited(a_code(ca), at)
+        ending.join()
 
 
 def test_the_addresses_of_a_pipeline_share_the_time_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,9 +208,9 @@ async def test_a_member_fetches_once_at_a_time_and_all_together_a_few_at_a_time(
     opened: list[str] = []
     go_on = asyncio.Event()
 
-    async def held(path: Path, offset: int, size_bytes: int) -> AsyncGenerator[tuple[int, bytes], None]:
+    async def held(path: Path, offset: int, size_bytes: int, end: int = 0) -> AsyncGenerator[tuple[int, bytes], None]:
         opened.append(path.name)
-        async for piece in read_chunks(path, offset, size_bytes):
+        async for piece in read_chunks(path, offset, size_bytes, end):
             yield piece
             await go_on.wait()
 
@@ -290,7 +290,7 @@ async def test_a_member_that_reports_nonsense_loses_its_place(port: JoinPort, re
 
 
 async def test_fetch_needs_a_ticket_and_takes_no_names(port: JoinPort) -> None:
-    assert [field.name for field in pb.FetchRequest.DESCRIPTOR.fields] == ["ticket", "offset", "sha256"]
+    assert [field.name for field in pb.FetchRequest.DESCRIPTOR.fields] == ["ticket", "offset", "sha256", "end"]
     async with rpc.open_channel(port.address) as channel:
         call = channel.unary_stream(FETCH)(pb.FetchRequest().SerializeToString())
         with pytest.raises(grpc.aio.AioRpcError) as failure:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from relayline.coordinator.engine.moves import Fetch
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.coordinator.joining.members import OpenMembership
 from relayline.coordinator.joining.port import make_roster, serve_joining
@@ -33,6 +34,9 @@ class Heard:
 
     def prepared(self, number: int, index: int) -> None:
         self.lines.put_nowait(("prepared", number, index))
+
+    def fetching(self, number: int, index: int, fetch: Fetch) -> None:
+        self.lines.put_nowait(("fetching", number, index, *fetch))
 
     def failed(self, number: int, why: str) -> None:
         self.lines.put_nowait(("failed", number, why))
@@ -101,12 +105,15 @@ async def test_members_get_the_next_artifact_while_the_order_still_holds(port: C
 async def test_reports_of_stages_reach_the_mover(port: ChangingPort) -> None:
     one, two = await port.join("box1"), await port.join("box2", "p2")
     await port.service.prepare(1, port.next, (True, False))
-    await one.report(prepared=pb.StagePrepared(change=1, done_bytes=1, total_bytes=2))
+    trouble = "hf://org/repo/f.gguf: " + 20 * "the hub stalls, "
+    await one.report(prepared=pb.StagePrepared(change=1, done_bytes=1, total_bytes=2, trouble=trouble))
     await one.report(prepared=pb.StagePrepared(change=1, is_ready=True))
     failure = pb.StageFailure(label="start", message="the disk is full")
     await two.report(prepared=pb.StagePrepared(change=1, failure=failure))
-    heard = sorted([await port.heard.lines.get() for _ in range(2)], key=str)
-    assert heard == [("failed", 1, "box2: the disk is full"), ("prepared", 1, 0)]
+    heard = sorted([await port.heard.lines.get() for _ in range(3)], key=str)
+    assert heard == [
+        ("failed", 1, "box2: the disk is full"), ("fetching", 1, 0, 1, 2, trouble), ("prepared", 1, 0)
+    ]  # fmt: skip
     await port.service.drop(1)
     orders = [await two.changes.get() for _ in range(2)]
     assert orders[1].change.step == pb.LAYER_CHANGE_STEP_DROP

@@ -23,6 +23,7 @@ class Facts:
     indexers: tuple[bool, ...] = ()
     blocked: Mapping[int, str] = dataclasses.field(default_factory=dict)
     kinds: str = ""
+    fills_kinds: bool = False
     needed: tuple[bool, ...] = ()
 
     @property

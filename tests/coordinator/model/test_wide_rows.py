@@ -66,8 +66,8 @@ def test_a_plan_counts_the_bytes_of_wide_rows(tmp_path: Path) -> None:
 
 
 def test_rows_wider_than_the_wire_takes_are_refused(tmp_path: Path) -> None:
-    model = make_tiny("hy_v4", tmp_path / "model.gguf", extra_values={"hyper_connection.count": 1024})
-    with pytest.raises(ModelFileError, match="pass on rows of 65536 values; the limit is 32768"):
+    model = make_tiny("hy_v4", tmp_path / "model.gguf", extra_values={"hyper_connection.count": 2048})
+    with pytest.raises(ModelFileError, match="pass on rows of 131072 values; the limit is 65536"):
         inspect_model(model)
 
 

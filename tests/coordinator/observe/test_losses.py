@@ -9,6 +9,7 @@ import pytest
 
 from relayline.coordinator.observe.losses import lost_stage
 from relayline.wire.common.errors import StageLostError
+from relayline.wire.links.silence import silent_text
 
 ADDRESSES = ("10.0.0.1:50", "10.0.0.1:501", "box-b.lab:50")
 NAMES = ("first", "first-b", "last")
@@ -24,6 +25,8 @@ NAMES = ("first", "first-b", "last")
         ("stage first left: it said goodbye", None, 0),
         ("stage 2: the upstream link of stage 2 closed", 2, 1),
         ("stage 0: the upstream link of stage 0 closed", 0, None),
+        (f"stage 2: {silent_text('10.0.0.1, which sends to stage 2,')}", 2, 1),
+        (f"stage 0: {silent_text('10.0.0.9, which sends to stage 0,')}", 0, None),
         ("epoch 1 of this route is over", 2, 2),
         ("deciding what leaves failed", None, None),
         ("not-box-b.lab:50 is another host", None, None),

@@ -133,7 +133,10 @@ def test_an_embedding_is_no_generated_token() -> None:
     world.observer.close()
     spans = {span.name: span for span in world.kept.spans()}
     assert names.SPAN_DECODE not in spans
-    assert attributes_of(spans[names.SPAN_PREFILL])[names.ATTR_PROMPT_TOKENS] == 3
+    recorded = attributes_of(spans[names.SPAN_PREFILL])
+    assert recorded[names.ATTR_PROMPT_TOKENS] == 3
+    of_tokens = {names.ATTR_GENERATED_TOKENS, names.ATTR_TTFT, names.ATTR_FINISH_REASON}
+    assert of_tokens & set(recorded) == set()
     of_answers = {
         names.GEN_AI_USAGE_OUTPUT_TOKENS,
         names.GEN_AI_RESPONSE_FINISH_REASONS,
@@ -473,6 +476,19 @@ def test_a_phase_links_to_the_latest_seconds_of_passes_that_it_was_in() -> None:
     assert {dict(link.attributes or {})[names.ATTR_LINK] for link in decode.links} == {names.LINK_PASSES}
     assert attributes_of(decode)[names.ATTR_LINKS_DROPPED] == 5
     assert not [key for key in attributes_of(decode) if key.startswith("gen_ai.")]
+
+
+def test_the_prefill_of_an_embedding_links_to_its_seconds_of_passes() -> None:
+    world = World()
+    session = world.open(world.receive(), sampling=SamplingParams(0.0, numbers=(("pooling", 1.0),)))
+    root = trace_context.new_root()
+    world.observer.started(session.record, 3_000)
+    session.record.trace.passes.add(root)
+    world.observer.token(session.record, 3, "length", 3_100)
+    world.observer.ended(session.record, 3_100)
+    world.observer.close()
+    links = world.kept.one(names.SPAN_PREFILL).links
+    assert [trace_context.pack(link.context) for link in links] == [root]
 
 
 def test_a_silent_stage_delays_the_span_once_and_not_its_end() -> None:

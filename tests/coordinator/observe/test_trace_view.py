@@ -28,6 +28,13 @@ def lived() -> RequestRecord:
     return record
 
 
+def test_an_embedding_has_no_first_token_and_no_decode_phase() -> None:
+    record = lived()
+    record.streams[0].session.is_embedding = True
+    (stream,) = view(record, [], {}, 500 * MS)["streams"]  # type: ignore[misc]
+    assert (stream["prefill_ms"], stream["decode_ms"], stream["ttft_ms"]) == (20.0, None, None)
+
+
 def member(session_id: int, position: int = 0, **more: int) -> pb.BatchMember:
     return pb.BatchMember(session_id=session_id, position=position, n_rows=1, **more)
 

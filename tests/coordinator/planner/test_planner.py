@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayline.coordinator.model.cuts import ranges
-from relayline.coordinator.planner.costs import Costs, Cycle, best_rate, candidates
+from relayline.coordinator.planner.costs import Costs, Cycle, Edges, best_rate, candidates
 from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape
 from relayline.coordinator.planner.memory import machine_usable_bytes, stage_memory, usable_bytes
 from relayline.coordinator.planner.predict import predict
-from relayline.coordinator.planner.search import Edges, Room, best_split
+from relayline.coordinator.planner.rates import rate_of
+from relayline.coordinator.planner.search import Room, best_split
 from relayline.coordinator.planner.speed import ROWS, Sample, Speed, from_samples, roofline
 from relayline.coordinator.planner.whatif import explain, one_more, other_last
 from relayline.coordinator.schedule.groups import GroupPlanner
@@ -98,7 +99,7 @@ def _fits(instance: Instance, edges: Edges) -> bool:
     return all(limit is None or held[machine] <= limit for machine, limit in limits.items())
 
 
-def rate_of(instance: Instance, edges: Edges) -> float:
+def reachable(instance: Instance, edges: Edges) -> float:
     return best_rate(Costs(instance), edges, instance.load.streams)
 
 
@@ -113,8 +114,21 @@ def test_no_brute_force_beats_the_planner(instance: Instance) -> None:
     assert best is not None
     assert best.is_exact
     assert best.edges in splits
-    assert best.rate == SAME(max(rate_of(instance, edges) for edges in splits), rel=1e-9)
+    assert best.reachable == SAME(max(reachable(instance, edges) for edges in splits), rel=1e-9)
+    assert best.reachable == SAME(reachable(instance, best.edges), rel=1e-12)
+
+
+@settings(max_examples=thinned(N_EXAMPLES // 2))
+@given(instances())
+def test_a_plan_has_one_rate_and_no_grouping_makes_more(instance: Instance) -> None:
+    best = best_split(instance)
+    if best is None:
+        return
+    shown = predict(instance, best.edges).rate(instance.load.streams)
+    assert shown is not None
+    assert best.rate * 1e9 == SAME(shown.tokens_per_s, rel=1e-9)
     assert best.rate == SAME(rate_of(instance, best.edges), rel=1e-12)
+    assert best.rate <= best.reachable * (1 + 1e-9)
 
 
 @settings(max_examples=thinned(N_EXAMPLES // 2))
@@ -130,7 +144,7 @@ def test_given_ranges_are_kept(instance: Instance, data: st.DataObject) -> None:
     best = best_split(fixed)
     assert best is not None
     assert best.edges[at] == wanted[at]
-    assert best.rate == SAME(max(rate_of(fixed, edges) for edges in every_split(fixed)), rel=1e-9)
+    assert best.reachable == SAME(max(reachable(fixed, edges) for edges in every_split(fixed)), rel=1e-9)
 
 
 @settings(max_examples=thinned(N_EXAMPLES // 2))
@@ -160,7 +174,7 @@ def test_more_memory_and_faster_hosts_never_hurt(instance: Instance, data: st.Da
     after = best_split(dataclasses.replace(instance, hosts=hosts, coordinator=coordinator))
     if before is not None:
         assert after is not None
-        assert after.rate >= before.rate * (1 - 1e-9)
+        assert after.reachable >= before.reachable * (1 - 1e-9)
 
 
 @settings(max_examples=thinned(N_EXAMPLES // 2))

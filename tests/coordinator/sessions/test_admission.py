@@ -19,7 +19,7 @@ def test_lanes_then_the_line_then_a_refusal() -> None:
     admission = Admission(n_lanes=2, ctx_tokens=8, waiting_max=1)
     sessions = [session(index) for index in range(4)]
     assert [admission.admit(each) for each in sessions[:3]] == [sessions[:1], sessions[1:2], []]
-    with pytest.raises(OverloadedError, match="all 2 lanes are taken and 1 requests"):
+    with pytest.raises(OverloadedError, match="all 2 lanes are taken and 1 request already waits"):
         admission.admit(sessions[3])
     assert admission.leave(sessions[3]) == []
     assert admission.leave(sessions[0]) == [sessions[2]]
@@ -58,7 +58,7 @@ def test_with_fewer_lanes_the_youngest_wait_again_before_all_others() -> None:
     assert admission.resize(1, 8) == sessions[1:3]
     assert list(admission.running.values()) == sessions[:1]
     assert list(admission.waiting) == sessions[1:], "none is refused, although the line exceeds its bound"
-    with pytest.raises(OverloadedError, match="all 1 lanes are taken and 4"):
+    with pytest.raises(OverloadedError, match="the one lane is taken and 4 requests already wait"):
         admission.admit(session(5))
     assert admission.leave(sessions[1]) == [], "it had no lane any more"
     assert admission.leave(sessions[0]) == [sessions[2]]

@@ -398,7 +398,7 @@ def test_a_tenants_own_line_can_be_bounded() -> None:
     admission = Admission(4, 8, 256)
     bound = Tenant("batch", streams_max=1, waiting_max=1)
     assert [len(admission.admit(session(at, bound))) for at in range(2)] == [1, 0]
-    with pytest.raises(OverloadedError, match="1 requests of this API key run, and 1 wait, as many as may; try again"):
+    with pytest.raises(OverloadedError, match="1 request of this API key runs, and 1 waits, as many as may; try again"):
         admission.admit(session(2, bound), lambda: 7)
     admission.check_room(lambda: 1, ALICE)
     with pytest.raises(OverloadedError):
@@ -413,7 +413,7 @@ def test_a_full_line_has_room_for_those_with_less_than_their_part() -> None:
     for _ in range(4):
         assert admission.admit(session(next(ids), ALICE)) == []
     for tenant in (ALICE, BATCH):
-        with pytest.raises(OverloadedError, match="all 1 lanes are taken and 12 requests already wait"):
+        with pytest.raises(OverloadedError, match="the one lane is taken and 12 requests already wait"):
             admission.admit(session(next(ids), tenant))
     for at in range(LINES_MAX * 8 - 12):
         assert admission.admit(session(next(ids), Tenant(f"other {at}"))) == []

@@ -272,7 +272,7 @@ class Wrong:
 
 WRONG = {
     "architecture": Wrong(
-        "cohere2moe", (), 1, "cohere2moe model cannot be split: its architecture has not been certified; supported: "
+        "cohere2moe", (), 1, "cohere2moe model cannot be split: its architecture has not been certified; "
     ),
     "cut": Wrong("llama", ("--cuts", "9"), 2, "cut 9 is outside the model's 2 layers"),
     "not a cut": Wrong("llama", ("--cuts", "one"), 2, "'one' is not a list of layer numbers"),

@@ -244,5 +244,5 @@ def test_a_cut_that_needs_a_second_one_gets_it(tmp_path: Path) -> None:
 
 def test_a_model_of_one_layer_has_nothing_to_certify(tmp_path: Path) -> None:
     facts = inspect_model(make_tiny("llama", tmp_path / "model.gguf", n_layers=1))
-    with pytest.raises(CutError, match="1 layers has no legal cut"):
+    with pytest.raises(CutError, match="1 layer has no legal cut"):
         plan_cuts(facts, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -75,14 +76,24 @@ def refused_here(code: int, *arguments: str | Path, says: str) -> None:
 
 
 HEAVY = {"aiohttp", "grpc", "llama_cpp", "numpy", "opentelemetry", "pydantic", "uvloop"}
+OTHERS = {"asyncio", "relayline.wire.settings.table"}  # what nothing about relayline as a whole needs
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "status", "up --help", "move --help"])
-def test_commands_that_compute_nothing_load_no_heavy_module(words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "unloaded"),
+    [
+        ("--help", HEAVY | OTHERS),
+        ("--version", HEAVY | OTHERS),
+        ("status", HEAVY),
+        ("up --help", HEAVY),
+        ("move --help", HEAVY),
+    ],
+)
+def test_commands_that_compute_nothing_load_no_heavy_module(words: str, unloaded: set[str]) -> None:
     program = (
         f"import sys; sys.argv = ['relayline', *{words.split()!r}]\n"
         "from relayline.deploy.cli.main import main\n"
-        f"try: main()\nfinally: print('loaded:', *sorted({HEAVY!r} & {{*sys.modules}}))"
+        f"try: main()\nfinally: print('loaded:', *sorted({unloaded!r} & {{*sys.modules}}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
@@ -98,6 +109,16 @@ def test_help_lists_every_subcommand_as_its_module_has_it() -> None:
     for name, command in imported.items():
         assert command is not None
         assert f" {name} {' '.join(command.get_short_help_str(90).split())}" in words
+
+
+def test_help_reads_no_more_of_a_module_than_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To parse whole modules took longer than all else that the help does."""
+    parsed: list[str] = []
+    parse = ast.parse
+    monkeypatch.setattr(cli.ast, "parse", lambda source: parsed.append(source) or parse(source))
+    CliRunner().invoke(cli.relayline, ["--help"])
+    assert len(parsed) == len(cli.COMMANDS)
+    assert all(source.count("\ndef ") == 1 and "\nimport " not in source for source in parsed)
 
 
 @pytest.mark.parametrize("command", ["inspect", "split", "up", "certify"])
@@ -128,7 +149,7 @@ def test_unsupported_architecture_names_the_supported_ones(tmp_path: Path) -> No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(1, "split", path, "--stages", "2", "--out", tmp_path / "out", says="qwen3moe")
+    refused(1, "split", path, "--stages", "2", "--out", tmp_path / "out", says="gemma3 among them")
     assert not (tmp_path / "out" / "pipeline.json").exists()
 
 
@@ -144,6 +165,7 @@ def test_a_model_may_be_a_directory_and_not_a_name_of_the_hub(model: Path, tmp_p
 def test_a_server_that_does_not_answer_is_named_with_the_cause(tmp_path: Path) -> None:
     for command in (("bench", "http://127.0.0.1:1"), ("top", "--once", "--url", "http://127.0.0.1:1")):
         refused_here(1, *command, says="http://127.0.0.1:1 does not answer (Connection refused); `relayline status`")
+    refused_here(1, "top", "--once", "--url", "http://127.0.0.1:1", says="give its URL: --url http://HOST:8080")
 
 
 def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> None:
@@ -230,6 +252,7 @@ def test_a_variable_that_is_not_set_names_nothing(command: str) -> None:
         ("bench http://127.0.0.1:1 --temperature x", "'--temperature': 'x' is not a number"),
         ("top --once --url http://127.0.0.1:99999", "'http://127.0.0.1:99999' is not a URL such as http://127"),
         ("chat hi --url http://", "is not a URL such as http://127.0.0.1:8080"),
+        ("chat hi --url 10.0.0.1:8080", "'10.0.0.1:8080' is not a URL such as http://10.0.0.1:8080"),
         ("up m.gguf --http 8080", "'8080' is not HOST:PORT, such as 127.0.0.1:8080"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import json
 import os
 import pty
@@ -18,6 +19,7 @@ from relayline.deploy.cli import chat as chats
 from relayline.deploy.cli.chat import Answer, Chat, shown
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import UsageError
 
 
 def event(text: str = "", finish: str | None = None, **more: Any) -> dict[str, Any]:
@@ -184,3 +186,21 @@ def test_figures_of_an_answer() -> None:
 def test_text_of_a_model_cannot_steer_a_terminal() -> None:
     assert shown("a\tb\n\u2600\ufe0f") == "a\tb\n\u2600\ufe0f"
     assert shown("\x1b]0;x\x07\u202e\r") == "\\x1b]0;x\\x07\\u202e\\r"
+
+
+@pytest.mark.parametrize(
+    ("piped", "says"),
+    [
+        ("caf\udce9", "the question is not UTF-8; convert it, such as with iconv"),
+        ("a" * (chats.QUESTION_CHARS_MAX + 1), "the question is longer than 1,048,576 characters; send less"),
+    ],
+)
+def test_a_question_that_no_server_could_take_is_refused_here(
+    piped: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(piped))
+    with pytest.raises(UsageError) as refused:
+        chats.chat_command.main(["--url", "http://127.0.0.1:1"], standalone_mode=False)
+    assert refused.value.message == says
+    with pytest.raises(UsageError, match="the system message is not UTF-8"):
+        Chat({}, "\udcff").body("hello")

@@ -256,14 +256,14 @@ def summary(
     [
         ([("1", summary()), ("4", summary(decode_tok_s=200.0))], "nothing to worry about: "),
         ([("1", summary()), ("4", summary(n_complete=3))], "worry: not every request was answered in full with 4"),
-        ([("1", summary(p50=500.0))], "with 1 streams a token takes more than 200 ms"),
+        ([("1", summary(p50=500.0))], "with 1 stream a token takes more than 200 ms"),
         ([("1", summary()), ("4", summary(p99=900.0))], "with 4 streams one token in a hundred takes 10 times"),
         ([("1", summary(p50=0.0, mean=2.0, p99=30.0))], "nothing to worry about: "),  # of drafts tokens come together
         (
             [("1", summary()), ("64", summary(ttft_p95=8_040.0))],
             "with 64 streams one first token in twenty takes more than 8.0 s",
         ),
-        ([("1", summary(p50=0.0, mean=300.0))], "with 1 streams a token takes more than 200 ms"),
+        ([("1", summary(p50=0.0, mean=300.0))], "with 1 stream a token takes more than 200 ms"),
         ([("1", summary()), ("4", summary(decode_tok_s=50.0))], "4 streams together get fewer tokens a second than 1"),
     ],
 )

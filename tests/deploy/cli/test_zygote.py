@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from relayline.deploy.cli import main as cli
 from relayline.deploy.testing.forked import _unwrapped, own_processes
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import COMMAND, children, relayline, running
-from relayline.deploy.testing.zygote import Zygote
+from relayline.deploy.testing.zygote import ALONE, Zygote, starts_processes
 from relayline.wire.common.child_command import code_command, module_command
 from tests.support.namespaces import network, refusal
 
@@ -78,6 +79,14 @@ def test_variables_that_python_reads_at_its_start_need_a_new_process(monkeypatch
     assert zygote.fits(words, {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
     assert not zygote.fits(words, {**os.environ, "PYTHONIOENCODING": "ascii"})
     assert not zygote.fits(words, {**os.environ, "OTEL_SPAN_LINK_COUNT_LIMIT": "1"})
+
+
+def test_only_commands_that_start_processes_have_a_fork_server() -> None:
+    """To make one takes about as long as a short command."""
+    assert ALONE - {"--help", "--version"} <= cli.COMMANDS.keys()
+    assert all(starts_processes([*COMMAND, name]) for name in ("up", "serve", "doctor", "certify", "split", "plan"))
+    assert not starts_processes([*COMMAND, "status", "--json"])
+    assert not starts_processes(module_command("relayline.stage.engine.probe"))
 
 
 def test_other_commands_start_a_new_process() -> None:

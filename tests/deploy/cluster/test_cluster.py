@@ -33,7 +33,9 @@ def test_hundreds_of_histories_with_losses(part: int) -> None:
     assert outcome.n_epochs_lost > N_SEEDS // 10
     assert outcome.n_deaths > N_SEEDS // 10
     assert outcome.n_moves > 0
-    assert outcome.n_handed > 0
+    # Layers are given to other nodes in one history of thirteen, so one part of 140 has none.
+    further = (simulate_many(f"{base}/further/{number}", N_SEEDS).n_handed for number in range(4))
+    assert outcome.n_handed > 0 or any(further)
     assert outcome.ends["length"] > 2 * N_SEEDS, "else little was tried"
 
 

@@ -28,7 +28,7 @@ from relayline.deploy.testing.cluster.plan import CALM, KINDS
 from relayline.deploy.testing.cluster.run import Cluster, simulate_many
 from relayline.stage.engine import lane_windows
 from relayline.stage.queue_types import QueuedFrame
-from relayline.stage.steps import batcher, lane_copies, run_ahead, step
+from relayline.stage.steps import batcher, forwarding, lane_copies, run_ahead
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lane_copies import LaneCopies
 from relayline.stage.steps.lanes import LaneTable
@@ -157,8 +157,8 @@ def misses_no_row(patch: pytest.MonkeyPatch) -> None:
 
 def mixes_heads(patch: pytest.MonkeyPatch) -> None:
     """Rows leave a stage under the headers of others."""
-    heads_of = step.heads_of
-    patch.setattr(step, "heads_of", lambda frames: heads_of(frames)[::-1])
+    heads_of = forwarding.heads_of
+    patch.setattr(forwarding, "heads_of", lambda frames: heads_of(frames)[::-1])
 
 
 def loses_a_row(patch: pytest.MonkeyPatch) -> None:

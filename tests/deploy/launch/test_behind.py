@@ -223,7 +223,7 @@ def test_stages_of_this_machine_take_ports_that_nobody_wants(house: Write) -> No
     assert "nowhere cannot be read" in line, "which is looked at next"
 
 
-def test_only_a_gateway_is_restarted(tmp_path: Path) -> None:
+def test_a_pipeline_of_an_older_relayline_is_not_restarted(tmp_path: Path) -> None:
     me = identify(os.getpid())
     assert me is not None
     directory = StateDir(tmp_path / "state")
@@ -232,7 +232,7 @@ def test_only_a_gateway_is_restarted(tmp_path: Path) -> None:
     directory.manifest.write_text(HEAD.format(kind="Pipeline", name="chat") + "  model: {path: m.gguf}\n")
     done = relayline("restart", "chat", "--state-dir", directory.path)
     assert done.returncode == 2
-    assert "chat is one pipeline, and its clients would wait; run `relayline down chat`" in done.stderr
+    assert "chat was started by an older relayline, or not by `up`; run `relayline down chat`" in done.stderr
     assert relayline("restart", "nobody", "--state-dir", directory.path).returncode == 2
 
 

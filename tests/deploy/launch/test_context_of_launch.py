@@ -17,7 +17,9 @@ from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.wire.common.phase import Phase
 from relayline.wire.common.units import GIB
+from tests.support.launches import launched
 from tests.support.tiny_models import make_tiny
 
 LENGTH = 16_384
@@ -89,13 +91,26 @@ def test_a_running_pipeline_keeps_its_own(model: Path, monkeypatch: pytest.Monke
     settled = tmp_path / "settled.yaml"
     settled.write_text(manifest_of(model, "  context: {lanes: 5, tokens: 4096}\n").read_text())
     wanted = load_manifest(manifest_of(model))
-    for is_running, expected in ((True, (5, 4_096)), (False, (32, LENGTH))):
+    kept, anew = (5, 4_096), (32, LENGTH)
+    # Its supervisor may be this process: it has ended the pipeline, and starts it again.
+    for is_running, phase, expected in (
+        (True, Phase.READY, kept),
+        (True, Phase.STOPPED, anew),
+        (False, Phase.DEAD, anew),
+    ):
         one = SimpleNamespace(
-            state=SimpleNamespace(name="p"), is_running=is_running, directory=SimpleNamespace(manifest=settled)
+            state=SimpleNamespace(name="p", phase=phase),
+            is_running=is_running,
+            directory=SimpleNamespace(manifest=settled),
         )
         monkeypatch.setattr(context, "launched", lambda *_asked, one=one: [one])
         engine = with_usual_context(wanted, open_context(wanted.spec)).engine
         assert (engine.n_lanes, engine.ctx_tokens) == expected
+        # A check of the next start looks at the memory that this one will have left.
+        monkeypatch.setattr("relayline.deploy.machine.facts.available_memory_bytes", lambda: 1 << 20)
+        engine = with_usual_context(wanted, open_context(wanted.spec), ends_first=True).engine
+        assert (engine.n_lanes, engine.ctx_tokens) == anew
+        monkeypatch.undo()
 
 
 def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
@@ -105,3 +120,12 @@ def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     broken.write_bytes(b"GGUF")
     unread = smallest_manifest(broken)
     assert with_usual_context(unread, open_context(unread.spec)) is unread
+
+
+def test_a_manifest_of_a_model_on_the_hub_has_the_same_context(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.deploy.launch.prepare.resolve_model", lambda reference, sha256: model)
+    monkeypatch.setattr("relayline.deploy.launch.projector.projector_of", lambda reference: "")
+    path = manifest_of(model)
+    path.write_text(path.read_text().replace(f"path: {model.name}", "hf: 'hf://org/repo/model.gguf'"))
+    engine = launched(monkeypatch, path).manifest.engine
+    assert (engine.n_lanes, engine.ctx_tokens) == (32, LENGTH)

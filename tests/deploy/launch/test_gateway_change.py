@@ -191,4 +191,7 @@ def test_those_that_sleep_and_requests_that_wait_for_them_are_shown() -> None:
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(gateway_frame("http://h", figures_of(whole, whole, 1.0), 140))
     assert "0 running, 2 waiting, 1 of 2 pipelines ready, 1 asleep" in console.export_text()
-    assert gateway_lines(listed)[1] == "b  sleeping  serves s, 0 running, 2 waiting, http://h:1"
+    assert gateway_lines(listed) == [
+        "a  ready     serves m, 0 running, http://h:1",
+        "b  sleeping  serves s, 0 running, 2 waiting, http://h:1",
+    ]

@@ -270,9 +270,9 @@ def test_layers_that_a_manifest_fixes_are_not_shared_anew_by_an_invitation(
 
 
 def messages_for(
-    waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int = 0, total: int = 0
+    waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int = 0, total: int = 0, **more: str
 ) -> list[str]:
-    event: dict[str, Any] = {"name": name, "state": state, "done_bytes": done, "total_bytes": total}
+    event: dict[str, Any] = {"name": name, "state": state, "done_bytes": done, "total_bytes": total, **more}
     return [shown["message"] for shown in waiting.events_for(event, now_s)]
 
 
@@ -290,6 +290,33 @@ def test_missing_hosts_are_listed_once_per_change() -> None:
         assert messages_for(waiting, name, "ready") == []
     assert waiting.is_over
     assert messages_for(waiting, "old", "lost") == [], "that is for the log, from then on"
+
+
+def test_stages_of_this_machine_are_not_waited_for_aloud_but_their_fetches_are() -> None:
+    waiting = Waiting(["one", "two"], tells_members=False)
+    assert messages_for(waiting, "one", "starting") == []
+    assert messages_for(waiting, "one", "fetching", 0.0, 0, 4 * GB) == []
+    assert messages_for(waiting, "one", "fetching", 10.0, GB, 4 * GB) == [
+        "one fetches its layers: 1.00 of 4.00 GB, 100 MB/s, 30 s left"
+    ]
+    assert messages_for(waiting, "one", "ready") == messages_for(waiting, "two", "ready") == []
+    assert waiting.is_over
+
+
+def test_a_fetch_that_does_not_get_on_says_why_once() -> None:
+    waiting, why = Waiting(["one"], tells_members=False), "hf://org/repo/f.gguf: the hub cannot be reached"
+    line = f"one fetches its layers: 1.00 of 4.00 GB; nothing comes just now: {why}"
+    assert messages_for(waiting, "one", "fetching", 0.0, GB, 4 * GB, trouble=why) == [line]
+    for now_s in (0.2, FETCH_LINE_EVERY_S + 1):
+        assert messages_for(waiting, "one", "fetching", now_s, GB, 4 * GB, trouble=why) == []
+    assert messages_for(waiting, "one", "fetching", 8.0, GB, 4 * GB, trouble=f"{why}: timed out") == [
+        f"{line}: timed out"
+    ]
+    assert messages_for(waiting, "one", "fetching", 9.0, GB, 4 * GB, trouble=why) == [], "many reasons, few lines"
+    assert messages_for(waiting, "one", "fetching", 20.0, 2 * GB, 4 * GB) == [
+        "one fetches its layers: 2.00 of 4.00 GB, 91 MB/s, 22 s left"
+    ], "as fast as it has been since it got on again"
+    assert messages_for(waiting, "one", "fetching", 20.2, 2 * GB, 4 * GB, trouble=why) != [], "it stalls again"
 
 
 def test_a_long_fetch_says_how_far_it_is_and_how_long_it_takes() -> None:

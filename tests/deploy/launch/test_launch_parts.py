@@ -20,13 +20,14 @@ from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.doctor.files import look_security, names_here
 from relayline.deploy.doctor.report import Outcome
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.checks import check_names, check_ports
+from relayline.deploy.launch.checks import check_ports
 from relayline.deploy.launch.launch_plan import LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, make_stage_tokens, needs_own_token
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.prepare import override, settle, threads_for
 from relayline.deploy.launch.run import Launch, plan_of
 from relayline.deploy.launch.serving import flag_defaults, for_each_stage
+from relayline.deploy.launch.stage_checks import check_names
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.launch.tell import line_of
@@ -430,6 +431,10 @@ def test_lines_for_people() -> None:
     assert "http://127.0.0.1:8080/v1/chat/completions" in rest[3]
     assert line_of(served, as_json=False, is_here=True).splitlines()[-1].startswith("Ctrl-C ends it")
     assert "relayline chat" not in line_of(served | {"chat": False}, as_json=False)
+    ranks = line_of(served | {"ranks": True}, as_json=False)
+    assert "relayline chat" not in ranks
+    assert "/v1/rerank " in ranks
+    assert '"query": ' in ranks
     alone = line_of(served | {"clients": ""}, as_json=False).splitlines()[0]
     assert alone.endswith("/v1 (only for this machine; `--http 0.0.0.0:8080` lets other hosts in)")
     everywhere = {"event": "ready", "url": "http://0.0.0.0:8080", "clients": "http://10.0.0.9:8080", "model": "m"}

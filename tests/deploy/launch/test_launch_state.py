@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import pytest
+from click.testing import CliRunner
 
 from relayline.deploy.cli.control import _process_table, _show, _status_text
+from relayline.deploy.cli.top import top_command
 from relayline.deploy.launch import process_id
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
@@ -33,7 +35,7 @@ from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
 from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
 from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
-from relayline.deploy.testing.processes import relayline
+from relayline.deploy.testing.processes import COMMAND, TIMEOUT_S, relayline
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 
@@ -300,6 +302,24 @@ def test_logs_are_shown_to_nobody_where_stdout_is_closed(tmp_path: Path, monkeyp
     asyncio.run(_show(one, ["up"], 5, follow=False))
 
 
+def test_logs_that_are_followed_end_with_their_reader(tmp_path: Path) -> None:
+    """As behind `| head -1`: no further line comes that it could fail to write."""
+    directory = StateDir(tmp_path)
+    directory.log("up").parent.mkdir(parents=True, exist_ok=True)
+    directory.log("up").write_text("a line\n")
+    directory.store(LaunchState(1, "one", "m", "ready", me().pid, me().start_ticks))
+    command = [*COMMAND, "logs", "--state-dir", str(tmp_path), "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert following.stderr is not None
+        try:
+            assert following.stdout.readline() == "a line\n"
+            following.stdout.close()
+            assert (following.wait(TIMEOUT_S), following.stderr.read()) == (1, "")
+        finally:
+            following.kill()
+
+
 def last_lines(path: Path, n_lines: int) -> list[str]:
     with contextlib.closing(LogReader(path)) as reader:
         return reader.last_lines(n_lines)
@@ -413,6 +433,33 @@ def test_status_shows_the_state_for_clients(tmp_path: Path, coordinator: str, ph
         assert "an API key is needed" in text
 
 
+def test_status_shows_how_far_a_fetch_is(tmp_path: Path, coordinator: str) -> None:
+    stage = {"name": "stage-0", "state": "fetching", "fetched_bytes": 12 * 10**8, "fetch_total_bytes": 34 * 10**8}
+    live = {"phase": Phase.LOADING.value, "phase_s": 1.0, "running": 0, "waiting": 0, "stages": [stage]}
+    Answers.answers = {"/v1/pipeline": (200, live), "/health": (503, {"status": "loading"})}
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert row.endswith("has 1.20 of 3.40 GB of its layers")
+    stage["fetch_trouble"] = "hf://org/repo/f.gguf: the hub cannot be reached"
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert row.endswith(f"3.40 GB of its layers; nothing comes just now: {stage['fetch_trouble']}")
+
+
+def test_status_shows_how_far_a_fetch_of_next_layers_is(tmp_path: Path, coordinator: str) -> None:
+    fetch = {"done_bytes": 12 * 10**8, "total_bytes": 34 * 10**8, "trouble": ""}
+    live = {"phase": Phase.READY.value, "phase_s": 1.0, "running": 0, "waiting": 0,
+            "stages": [{"name": "stage-0", "state": "ready"}],
+            "layers": {"move": {"fetches": {"stage-0": fetch, "gone": fetch}}}}  # fmt: skip
+    Answers.answers = {"/v1/pipeline": (200, live), "/health": (200, {"status": "ready"})}
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert row.endswith("has 1.20 of 3.40 GB of its next layers")
+    fetch["trouble"] = "hf://org/repo/f.gguf: the hub cannot be reached"
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert row.endswith(f"of its next layers; nothing comes just now: {fetch['trouble']}")
+    live["layers"] = {"move": None}
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert "layers" not in row
+
+
 def test_status_fits_a_narrow_terminal_and_keeps_what_says_most() -> None:
     entry = {"host": "localhost", "layers": [0, 40], "pid": 12_345, "uptime_s": 80.0, "n_restarts": 0,
              "last_heard_s": 0.4, "address": "127.0.0.1:43773", "detail": "d" * 90}  # fmt: skip
@@ -477,6 +524,31 @@ def test_status_shows_an_address_to_connect_to(tmp_path: Path, coordinator: str)
     (entry,) = (entry for entry in facts["processes"] if entry["name"] == "coordinator")
     entry["address"] = "http://10.0.0.9:8080"
     assert _status_text(facts).splitlines()[0].endswith(", http://10.0.0.9:8080/v1")
+
+
+@pytest.mark.parametrize(
+    ("reached", "shown"), [("http://10.0.0.9:8080", "http://10.0.0.9:8080"), ("", "http://127.0.0.1:PORT")]
+)
+def test_top_shows_the_address_that_status_shows(
+    tmp_path: Path, coordinator: str, reached: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks where the coordinator listens, which is every interface."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    port = coordinator.rpartition(":")[2]
+    live = {"model": "m", "phase": "ready", "epoch": 1, "now_ns": 1, "generated_tokens": 0, "running": 0, "waiting": 0,
+            "lanes": 8, "ctx_tokens": 100, "kv_tokens": 0, "plan": {"n_groups": 1, "group_rows": 1}, "overlap": {},
+            "stages": []}  # fmt: skip
+    Answers.answers = {"/v1/pipeline": (200, live)}
+    directory = StateDir(tmp_path / "relayline" / "small")
+    directory.path.mkdir(parents=True)
+    board = board_of(directory, me())
+    board.set_phase(Phase.READY)
+    board.set_addresses(f"http://0.0.0.0:{port}", "127.0.0.1:1")
+    board.set_process("coordinator", address=reached)
+    done = CliRunner().invoke(top_command, ["--once", "--interval", "0.2", "--pipeline", "small"])
+    assert done.exit_code == 0, done.output
+    assert f"m  {shown.replace('PORT', port)}  ready" in done.stdout
+    assert board.state.shown_url == shown.replace("PORT", port)
 
 
 def test_status_of_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import plistlib
 import shlex
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,11 @@ from click.testing import CliRunner, Result
 from relayline.deploy.cli.control import status_command
 from relayline.deploy.cli.service import service_command
 from relayline.deploy.machine.service import launchd_unit, systemd_unit, systemd_word
+from relayline.deploy.machine.unit_variables import (
+    kept_variables,
+    private_text,
+    secret_variables,
+)
 from relayline.stage.joining.enrol import JOINED_FILE, JoinedFile
 from relayline.wire.common.errors import StartError, UsageError
 
@@ -69,6 +75,57 @@ def test_launchd_gets_the_command_word_by_word() -> None:
     daemon = launchd_unit("old", COMMAND, Path("/Users/ann"), is_system=True, user="ann", user_id=501)
     assert plistlib.loads(daemon.text.encode())["UserName"] == "ann"
     assert daemon.disable == (("launchctl", "bootout", "system/dev.relayline-old"),)
+
+
+def test_a_unit_has_the_variables_that_name_places_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "XDG_CACHE_HOME": "/big disk/50% \"x\" $y", "HF_HOME": "hub", "HF_HUB_CACHE": "~/hub",
+        "HF_ENDPOINT": "https://hub",
+        "HF_TOKEN": "hf_secret", "XDG_RUNTIME_DIR": "/run/user/1", "XDG_SESSION_ID": "4", "XDG_STATE_HOME": "",
+        "PATH": "/bin",
+    }  # fmt: skip
+    kept = kept_variables(given)
+    assert kept == {
+        "HF_ENDPOINT": "https://hub", "HF_HOME": str(tmp_path / "hub"), "HF_HUB_CACHE": "~/hub",
+        "XDG_CACHE_HOME": given["XDG_CACHE_HOME"],
+    }  # fmt: skip
+    unit = systemd_unit("old", COMMAND, "old", Path("/home/ann"), is_system=False, user="ann", variables=kept)
+    lines = [line for line in unit.text.splitlines() if line.startswith("Environment=")]
+    assert lines[-1] == r'''Environment="XDG_CACHE_HOME=/big disk/50%% \"x\" $y"'''
+    assert len(lines) == 4
+    plist = launchd_unit("old", COMMAND, tmp_path, is_system=False, user="ann", user_id=1, variables=kept)
+    assert plistlib.loads(plist.text.encode())["EnvironmentVariables"] == kept
+
+
+def test_what_may_be_secret_is_in_no_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = {
+        "CUDA_VISIBLE_DEVICES": "1", "HTTPS_PROXY": "http://proxy:3128", "no_proxy": "10.0.0.0/8",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317", "OTEL_RESOURCE_ATTRIBUTES": "a=b",
+        "RELAYLINE_KERNELS": "off", "XDG_CACHE_HOME": "/home/ann@lab/cache",
+    }  # fmt: skip
+    secret = {
+        "HF_TOKEN": "hf_secret", "HTTP_PROXY": "http://ann:secret@proxy", "OTEL_EXPORTER_OTLP_HEADERS": "key=secret",
+        "all_proxy": "ann:se/cret@proxy:3128",
+    }  # fmt: skip
+    others = {"RELAYLINE_API_KEY": "secret", "RELAYLINE_URL": "http://a", "LD_PRELOAD": "/x", "OTEL_X": "two\nlines"}
+    given = {**plain, **secret, **others, "OTEL_EXPORTER_OTLP_CERTIFICATE": "ca.pem"}
+    assert kept_variables(given) == {**plain, "OTEL_EXPORTER_OTLP_CERTIFICATE": str(tmp_path / "ca.pem")}
+    assert secret_variables(given) == list(secret)
+
+
+def test_a_private_file_says_what_was_given() -> None:
+    given = {"A": "a b", "B": "\\ ` $HOME \"x\" '#'"}
+    text = private_text(given)
+    echoed = subprocess.run(
+        ["/bin/sh", "-c", f'{text}printf "%s|" "$A" "$B"'], capture_output=True, text=True, check=True
+    ).stdout
+    assert echoed == "a b|\\ ` $HOME \"x\" '#'|", "in double quotes systemd and a shell read the same"
+    unit = systemd_unit("a", COMMAND, "a", Path("/h"), is_system=True, user="ann", private=Path("/50% of it/x.env"))
+    assert "EnvironmentFile=/50%% of it/x.env" in unit.text.splitlines()
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
@@ -134,6 +191,61 @@ def test_an_installed_service_ends_before_it_starts_with_other_flags(asked: Path
     ]
 
 
+def test_a_named_variable_is_in_a_file_for_its_owner_alone(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("OTEL_EXPORTER_OTLP_HEADERS", "key=secret"), ("CUDA_VISIBLE_DEVICES", "1"), ("OWN", "a b")):
+        monkeypatch.setenv(name, value)
+    home = Path(os.environ["HOME"])
+    unit = home / ".config/systemd/user/relayline-old.service"
+    private = home / ".local/state/relayline/.joined/old-1234/service.env"
+    done = service("install")
+    assert "its variables: CUDA_VISIBLE_DEVICES" in done.output
+    assert "HEADERS; to keep them: --env OTEL_EXPORTER_OTLP_HEADERS\n" in done.output
+    assert "secret" not in unit.read_text()
+    assert 'Environment="CUDA_VISIBLE_DEVICES=1"' in unit.read_text().splitlines()
+    assert not private.exists()
+    named = ("--env", "OTEL_EXPORTER_OTLP_HEADERS", "--env", "OWN")
+    assert "secret" not in service("install", *named, "--dry-run").output
+    assert not private.exists()
+    done = service("install", *named)
+    assert (
+        f"its variables in {private}, which only its owner may read: OTEL_EXPORTER_OTLP_HEADERS, OWN\n" in done.output
+    )
+    assert "left out" not in done.output
+    assert f"EnvironmentFile={private}" in unit.read_text().splitlines()
+    assert private.read_text() == 'OTEL_EXPORTER_OTLP_HEADERS="key=secret"\nOWN="a b"\n'
+    assert (private.stat().st_mode & 0o777, "secret" in unit.read_text()) == (0o600, False)
+    assert f"rm {private}\n" in service("uninstall", "--dry-run").output
+    service("uninstall")
+    assert not private.exists()
+
+
+def test_a_named_variable_is_in_a_property_list_for_its_owner_alone(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    control = next(Path(place) for place in os.environ["PATH"].split(os.pathsep)) / "launchctl"
+    control.symlink_to("systemctl")
+    monkeypatch.setenv("OWN", "secret")
+    service("install", "--env", "OWN")
+    unit = Path(os.environ["HOME"], "Library/LaunchAgents/dev.relayline-old.plist")
+    assert plistlib.loads(unit.read_bytes())["EnvironmentVariables"]["OWN"] == "secret"
+    assert unit.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [("NOT_THERE", "this shell has no such variable"), ("A=b", "a variable's name alone"), ("LINES", "control char")],
+)
+def test_a_named_variable_is_one_of_this_shell(
+    named: str, says: str, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINES", "two\nlines")
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    with pytest.raises(UsageError, match=says):
+        service("install", "--env", named)
+    assert not asked.exists()
+
+
 def test_sudo_finds_what_its_caller_joined(asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     joined = tmp_path / "home" / ".local" / "state" / "relayline" / ".joined"
     monkeypatch.setattr("relayline.deploy.cli.service.joined_dir_of", lambda user: {"ann": joined}[user])
@@ -177,3 +289,10 @@ def test_mistakes_are_reported_before_anything_is_installed(asked: Path) -> None
     ):
         service("install")
     assert service("status").output.startswith("not installed"), "a unit that nothing starts would be in the way"
+
+
+def test_an_installed_service_uses_the_cache_of_who_installed_it(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, f"/mnt/{name}")
+    lines = service("install", "--dry-run").output.splitlines()
+    assert {'Environment="HF_HOME=/mnt/HF_HOME"', 'Environment="XDG_CACHE_HOME=/mnt/XDG_CACHE_HOME"'} <= {*lines}

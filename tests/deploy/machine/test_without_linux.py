@@ -16,7 +16,7 @@ from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.settings.table import EngineSettings
 
 WORKER = """
-import ctypes, resource, sys
+import ctypes, os, resource, sys
 from pathlib import Path
 from relayline.coordinator.http.workers import body_worker
 from relayline.wire.common import memory
@@ -28,6 +28,7 @@ def refuse(kind, limits):
     raise ValueError("current limit exceeds maximum limit")
 
 sys.platform, ctypes.CDLL, memory.STATM, resource.setrlimit = SYSTEM, NoPrctl, Path("/none"), refuse
+body_worker.end_with_parent(os.getppid())
 body_worker._limit_self(0)
 print("lives")
 """

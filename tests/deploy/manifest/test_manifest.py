@@ -21,7 +21,7 @@ from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.schema import SCHEMA_FILE, schema_text
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.manifest.text import DEPTH_MAX, NODES_MAX, TEXT_BYTES_MAX, read_document
-from relayline.deploy.models.model_source import parse_reference
+from relayline.deploy.models.hub_reference import parse_reference
 from relayline.deploy.testing.paths import DEPLOY
 from relayline.stage.engine.kv_cache import KV_TYPES
 from relayline.wire.common.kv_layout import KV_LAYOUTS
@@ -177,6 +177,7 @@ def test_anchors_are_fine_in_moderation() -> None:
         (SMALLEST + "  context: {lanes: 0}\n", "spec.context.lanes: must be at least 1, not 0"),
         (SMALLEST + "  context:\n", "spec.context: is empty; give it a value or leave the key out"),
         (SMALLEST + "  context: [1]\n", "spec.context: must be a mapping, not [1]"),
+        (f"{HEAD}spec:\n  model: a.gguf\n", 'spec.model: must be a mapping, such as {path: model.gguf}, not "a.gguf"'),
         (SMALLEST + "  batching: {share: 1}\n", "spec.batching.share: must be true or false, not 1"),
         (SMALLEST + "  batching: {draft: of}\n", 'spec.batching.draft: "of" is not auto or off; did you mean off?'),
         (SMALLEST + "  batching: {draft: 32}\n", "spec.batching.draft: must be at most 31, not 32"),
@@ -233,7 +234,7 @@ def test_anchors_are_fine_in_moderation() -> None:
          "no stage holds layers 3-4 after stage 'a', whose last layer is 2; start at 3"),
         (with_stages("name: a, layers: [0, 3]", "name: b, layers: [2, 6]"), "stage 'a' holds layer 2 already"),
         (with_stages("name: a, layers: [0, 3]", "name: b", "name: c, layers: [3, 6]"),
-         "1 auto stages have to share 0 layers"),
+         "1 auto stage has to share 0 layers"),
         (with_stages("name: a, layers: [3, 3]"), "m.yaml:7: spec.stages[0].layers: [3, 3] holds no layer"),
         (with_stages("name: a, layers: all"), 'spec.stages[0].layers: "all" is not auto, nor a range such as [0, 16]'),
         (with_stages("name: a, host: 'box:50051'"), "is not a host name or an IP address without a port"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from relayline.deploy.manifest import load_manifest, parse_manifest
 from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, StageHost, pipeline_name, starter_text
 from relayline.deploy.render import inside
 from relayline.deploy.render.targets import TARGETS, render
+from relayline.deploy.testing.fake_hub import Hub, hub_environment, serving
 from relayline.deploy.testing.paths import ROOT
-from relayline.deploy.testing.processes import relayline
+from relayline.deploy.testing.processes import COMMAND, TIMEOUT_S, relayline
 from relayline.wire.common.errors import UsageError
 from tests.deploy.manifest.test_manifest import SMALLEST
 from tests.support.golden_renders import CASES, golden_files
@@ -58,6 +60,12 @@ def test_init_writes_a_manifest_that_loads_and_never_overwrites(tmp_path: Path) 
     ("arguments", "code", "message"),
     [
         (["--model", "none.gguf"], 2, "none.gguf: no such file"),
+        (
+            ["--model", "hf://org"],
+            2,
+            "'hf://org' is not a model on the hub; write hf://ORG/REPO/FILE.gguf, hf://ORG/REPO",
+        ),
+        (["--model", "hf://org/repo/a b.gguf"], 2, "a b.gguf: a manifest names files of letters, digits"),
         (["--model", str(Path(__file__))], 1, "test_manifest_commands.py"),
         (["--output", "none/x.yaml"], 2, "none/x.yaml: there is no directory none"),
     ],
@@ -68,6 +76,42 @@ def test_init_refuses_in_one_line(arguments: list[str], code: int, message: str,
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
     assert not (tmp_path / "x.yaml").exists()
+
+
+def test_init_names_a_model_of_the_hub_without_asking_it(tmp_path: Path) -> None:
+    out, named = tmp_path / "x.yaml", "hf://org/repo/qwen3-8b-q4_k_m-00001-of-00002.gguf@v1"
+    done = relayline("init", "--model", named, "--hosts", "127.0.0.1,192.0.2.7", "--output", out)
+    assert done.returncode == 0, done.stderr
+    manifest = load_manifest(out)
+    assert (manifest.spec.model.hf, manifest.model_path, manifest.name) == (named, None, "qwen3-8b-q4-k-m")
+    whole = out.read_text().replace("    # download: layers", "    download: layers")
+    out.write_text(whole)
+    assert load_manifest(out).spec.model.download == "layers", "the line that is commented out can be taken"
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("org/repo:Q8_0", "hf://org/repo/m-Q8_0.gguf"),
+        ("org/repo", "hf://org/repo/m-Q4_K_M-00001-of-00002.gguf"),
+        ("hf://org/repo:q8_0@v1", "hf://org/repo/m-Q8_0.gguf@v1"),
+        ("org/repo:Q2_K", "hf://org/repo: it has no Q2_K; name one of Q4_K_M, Q8_0 after a colon"),
+    ],
+)
+def test_init_names_the_file_that_a_quantisation_means(named: str, found: str, tmp_path: Path) -> None:
+    files = ("m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-Q8_0.gguf", "mmproj-f16.gguf")
+    out = tmp_path / "x.yaml"
+    with serving(Hub({f"org/repo/{file}": b"" for file in files})) as hub:
+        environment = hub_environment(hub.url, tmp_path / "home")
+        command = [*COMMAND, "init", "--model", named, "--output", str(out)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if found.startswith("hf://org/repo/"):
+        assert done.returncode == 0, done.stderr
+        assert load_manifest(out).spec.model.hf == found
+    else:
+        assert (done.returncode, done.stderr) == (1, f"relayline: error: {found}\n")
+        assert not out.exists()
+    assert all("/resolve/" not in path for _, path in hub.asked), "no file is read"
 
 
 def test_init_writes_no_manifest_of_one_stage_of_a_split(tmp_path: Path) -> None:

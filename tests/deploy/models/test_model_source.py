@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from relayline.deploy.models.hub_choice import chosen_file, projector_among
-from relayline.deploy.models.model_source import HubFile, local_model, parse_reference, resolve_model, resolve_projector
+from relayline.deploy.models.hub_reference import HubFile, parse_reference
+from relayline.deploy.models.model_source import local_model, resolve_model, resolve_projector
+from relayline.deploy.testing.fake_hub import COMMIT, Hub, serving
 from relayline.wire.common import file_hash
 from relayline.wire.common.errors import ModelFileError, UsageError
 from tests.support import hub_loads
-from tests.support.fake_hub import COMMIT, Hub, serving
-from tests.support.hub_loads import AT_ONCE, forking
+from tests.support.hub_loads import AT_ONCE, forks_fixture
 
+FIXTURES = (forks_fixture,)  # pytest finds it in the modules that name it
 WHOLE = b"GGUF the whole model"
 SHARDS = {f"big/model-{n:05d}-of-00003.gguf": f"GGUF shard {n}".encode() for n in (1, 2, 3)}
 FILES = {"org/repo/model.gguf": WHOLE} | {f"org/repo/{name}": body for name, body in SHARDS.items()}
@@ -29,12 +31,6 @@ except RelaylineError as error:
     print(f"{type(error).__name__}: {error.message}")
     sys.exit(3)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> Iterator[None]:
-    with forking():
-        yield
 
 
 @pytest.fixture
@@ -153,6 +149,20 @@ def test_a_hub_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert code == 3
     assert "cannot be reached" in text
     assert "\n" not in text
+
+
+def test_a_repository_is_listed_once(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {f"org/one/{name}": WHOLE for name in ("model.gguf", "mmproj-model.gguf")}
+    program = """
+from relayline.deploy.models.hub_files import with_file
+from relayline.deploy.models.hub_reference import parse_reference
+from relayline.deploy.models.model_source import projector_of
+print(with_file(parse_reference("org/one")).file, projector_of("org/one"), projector_of("org/one@v1"))
+"""
+    code, text = load(hub.url, tmp_path, program=program)
+    assert (code, text) == (0, "model.gguf mmproj-model.gguf mmproj-model.gguf")
+    listed = [path for _, path in hub.asked if path.startswith("api/models/")]
+    assert len(listed) == 2, "once of each revision"
 
 
 def test_the_hubs_client_says_once_that_it_tries_again(tmp_path: Path) -> None:
@@ -316,6 +326,32 @@ def test_a_download_that_was_cut_short_goes_on_where_it_ended(hub: Hub, tmp_path
     assert code == 0, text
     assert Path(text).read_bytes() == body
     assert hub.ranges == ["bytes=5000-"]
+
+
+def test_a_download_outlives_its_address(hub: Hub, tmp_path: Path) -> None:
+    name, body = "org/repo/model.gguf", b"GGUF" + bytes(range(256)) * 4_096
+    hub.files[name], hub.address_uses, hub.n_cuts, hub.token = body, 1, 3, "hf_secret"
+    blobs = tmp_path / "hub" / "models--org--repo" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(body).hexdigest()}.relayline").write_bytes(body[:5_000])
+    small = "from huggingface_hub import constants\nconstants.DOWNLOAD_CHUNK_SIZE = 4_096\n"
+    program = AT_ONCE + "import sys\nsys.stderr = sys.stdout\n" + PROGRAM
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=small + program, HF_TOKEN="hf_secret")
+    assert (code, hub.n_cuts, hub.n_tokens_leaked) == (0, 0, 0), text
+    assert Path(text.splitlines()[-1]).read_bytes() == body
+    assert len(hub.ranges) == 4
+    assert "Signature" not in text
+
+
+def test_a_store_that_refuses_is_one_line(hub: Hub, tmp_path: Path) -> None:
+    hub.n_expired = 1_000
+    name, body = "org/repo/model.gguf", WHOLE
+    blobs = tmp_path / "hub" / "models--org--repo" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(body).hexdigest()}.relayline").write_bytes(body[:5])
+    code, text = load(hub.url, tmp_path, f"hf://{name}")
+    assert (code, len(text.splitlines())) == (3, 1)
+    assert text.startswith(f"ModelFileError: hf://{name}: cannot be downloaded: ")
 
 
 def test_a_file_too_large_for_http_is_left_to_the_hubs_client(hub: Hub, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """deploy/observability/: all names in the files exist in a running pipeline, and real tools accept the files.
 
-Every query of the board and every name in the page is compared with the metrics and spans of one small pipeline.
+Every query of the board and every name in the two pages is compared with the metrics and spans of one small pipeline.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from relayline.wire.telemetry import names
 
 HERE = DEPLOY / "observability"
 BOARD = HERE / "grafana" / "dashboards" / "relayline.json"
-PAGE = ROOT / "docs" / "guide" / "observability.md"
+PAGES = [ROOT / "docs" / "guide" / name for name in ("observability.md", "traces.md")]
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 NOT_OF_A_METRIC = {"le", "job", "instance", "role"}  # labels that Prometheus or the query brings
 TRIES_MAX = 400  # looks at Prometheus, each after another request to the pipeline
@@ -263,9 +263,14 @@ def test_every_metric_is_on_the_page_of_metrics() -> None:
     assert [name for name in sorted(wanted) if not re.search(rf"`{name}(_total)?`", page)] == []
 
 
+def text_of_pages() -> str:
+    """Return the two pages that tell of observing."""
+    return "\n".join(page.read_text() for page in PAGES)
+
+
 def documented() -> set[str]:
-    """Return every name of ours that the page sets in code style or in a code block."""
-    text = PAGE.read_text()
+    """Return every name of ours that the pages set in code style or in a code block."""
+    text = text_of_pages()
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
     return set(re.findall(r"\b(?:relayline[._]|gen_ai\.|http\.)[a-z0-9_.-]*[a-z0-9]", code)) - {
         "relayline.yaml", "relayline.json", "relayline.dev",
@@ -285,7 +290,7 @@ def test_every_name_in_the_page_is_real(shown: Shown) -> None:
 
 
 def test_the_page_names_every_service_and_every_span(shown: Shown) -> None:
-    text = PAGE.read_text()
+    text = text_of_pages()
     assert {span.service for span in shown.spans} == {
         "relayline-coordinator",
         *(f"relayline-stage-{index}" for index in range(3)),
@@ -296,7 +301,7 @@ def test_the_page_names_every_service_and_every_span(shown: Shown) -> None:
 
 
 def test_commands_and_flags_of_the_page_are_there() -> None:
-    text = PAGE.read_text()
+    text = text_of_pages()
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
     context = click.Context(relayline)
     commands = {name: relayline.get_command(context, name) for name in relayline.list_commands(context)}
@@ -311,8 +316,8 @@ def test_commands_and_flags_of_the_page_are_there() -> None:
 
 
 def test_pictures_and_files_that_the_page_shows_are_there() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text())
-    assert [link for link in links if not link.startswith("http") and not (PAGE.parent / link).exists()] == []
+    links = re.findall(r"\]\(([^)#]+)\)", text_of_pages())
+    assert [link for link in links if not link.startswith("http") and not (PAGES[0].parent / link).exists()] == []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -341,9 +346,9 @@ def jaeger_text(value: Any) -> str | None:
 
 
 def searches() -> list[Search]:
-    """Every search of the page."""
+    """Every search of the pages."""
     found = []
-    for block in re.findall(r"```\n(Service .*?)```", PAGE.read_text(), re.DOTALL):
+    for block in re.findall(r"```\n(Service .*?)```", text_of_pages(), re.DOTALL):
         fields = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in block.strip().splitlines())
         tags = dict(tag.split("=", 1) for tag in fields["Tags"].split())
         found.append(Search(fields["Service"], fields["Operation"], tags))

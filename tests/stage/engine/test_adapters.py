@@ -23,7 +23,7 @@ from tests.support.lane_texts import far
 from tests.support.tiny_models import make_tiny
 
 PROMPT = list(range(3, 23))
-FAMILIES = ("llama", "qwen2", "gemma2", "qwen3moe", "gpt-oss", "qwen35")
+FAMILIES = ("llama", "qwen2", "gemma2", "qwen3moe", "gpt-oss", "qwen35", "kimi-k3")
 
 
 def whole_logits(model: Path, *adapters: tuple[Path, float], flash_attn: str = "auto") -> np.ndarray:

@@ -190,7 +190,10 @@ def minimal(path: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"version": 5}, "artifact version 5, this build reads 1 and 2 and 3 and 4; split again, or update this build"),
+        (
+            {"version": 6},
+            "artifact version 6, this build reads 1 and 2 and 3 and 4 and 5; split again, or update this build",
+        ),
         ({"n_embd": None}, "relayline.n_embd is missing or not an integer"),
         ({"n_embd": "4"}, "relayline.n_embd is missing or not an integer"),
         ({"pipeline_id": None}, "relayline.pipeline_id is missing or not a string"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -220,3 +221,19 @@ def test_llama_cpp_says_which_weights_it_puts_elsewhere(artifact: StageArtifact)
         ggml.LOG.watch()
     logged = {found[1] for line in lines if (found := re.search(r"tensor (\S+) .*overrid", line))}
     assert logged == set(held.elsewhere)
+
+
+def test_placeholders_stay_in_the_hosts_memory(tmp_path: Path) -> None:
+    """Numbers of layers and patterns mean the stage's own layers, which come behind them in the file."""
+    pipeline = split_model(make_tiny("kimi-k3", tmp_path / "m.gguf"), tmp_path / "split", cuts=(5, 8))
+    artifact = open_artifact(tmp_path / "split" / pipeline.stages[1].file)
+    for asked, given in ((-1, 4), (2, 2), (4, 4), (99, 4), (0, 0)):
+        assert placed(artifact, gpu_layers=asked)[0].n_gpu_layers == given
+    pattern = r"blk\.[17]\..*norm\.weight=CUDA1"
+    elsewhere = devices._elsewhere(EngineSettings(gpu_layers=-1, n_cpu_moe=1, override_tensor=pattern), artifact)
+    assert {name for name, where in elsewhere.items() if where == devices.HOST_MEMORY} == {
+        f"blk.5.ffn_{part}_exps.weight" for part in ("gate", "up", "down")
+    }
+    others = [name for name, where in elsewhere.items() if where == "CUDA1"]
+    assert others
+    assert all(name.startswith("blk.7.") for name in others), "and not those of a placeholder"

@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from llama_cpp import llama_cpp as llama
 
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.stage.engine.hidden import HiddenRows
 from relayline.stage.engine.micro_batches import cut
 from relayline.stage.engine.native import NativeEngine
+from relayline.stage.engine.row_parts import NO_NODES
 from relayline.stage.sampling.pooling import CLS, LAST, MEAN, Pool
 from relayline.wire.common.errors import NativeError, NumericError, PositionGapError
 from tests.support.chain import Chain
+from tests.support.whole_scores import whole_pooled
 
 PROMPT = list(range(20, 60))
 CTX = 128
@@ -24,25 +25,7 @@ CTX = 128
 
 def reference(pooling: int) -> npt.NDArray[np.float32]:
     """llama.cpp's result for the whole model with `embeddings` on."""
-    params = llama.llama_model_default_params()
-    model = llama.llama_model_load_from_file(str(DEMO_MODEL).encode(), params)
-    options = llama.llama_context_default_params()
-    options.n_ctx = options.n_batch = options.n_ubatch = CTX
-    options.embeddings, options.pooling_type, options.n_threads = True, pooling, 1
-    context = llama.llama_init_from_model(model, options)
-    batch = llama.llama_batch_init(CTX, 0, 1)
-    try:
-        batch.n_tokens = len(PROMPT)
-        for row, token in enumerate(PROMPT):
-            batch.token[row], batch.pos[row], batch.n_seq_id[row], batch.logits[row] = token, row, 1, 1
-            batch.seq_id[row][0] = 0
-        assert llama.llama_decode(context, batch) == 0
-        found = llama.llama_get_embeddings_seq(context, 0)
-        return np.ctypeslib.as_array(found, (llama.llama_model_n_embd(model),)).copy()
-    finally:
-        llama.llama_batch_free(batch)
-        llama.llama_free(context)
-        llama.llama_model_free(model)
+    return whole_pooled(DEMO_MODEL, PROMPT, pooling)
 
 
 @pytest.fixture(scope="module", params=[None, [2], [1, 3]], ids=["one", "two", "three"])
@@ -130,7 +113,7 @@ def test_rows_that_did_not_come_are_an_error(chain: Chain) -> None:
 
 def test_rows_stand_as_they_were_computed() -> None:
     """Lanes with separate cells are computed lane by lane; a graph may keep unwanted rows."""
-    hidden = HiddenRows(8, 4, ())
+    hidden = HiddenRows(8, 4, NO_NODES)
     order = cut(np.array([1, 0, 0, 0], np.int32))
     wants = np.array([1, 0, 1, 1], np.int8)
     for keeps_all in (False, True):

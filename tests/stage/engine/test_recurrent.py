@@ -140,16 +140,7 @@ def test_copies_are_exact_whole_and_from_a_checkpoint(lanes: Lanes) -> None:
 
 
 def test_mixed_steps_equal_lanes_alone(lanes: Lanes) -> None:
-    """Prompts of several lengths and single rows in one step, in an order in which llama.cpp would not run them."""
-    texts, lengths = (0, 1, 2), (17, 3, 9)
-    expected = [
-        lanes.expected(text, (length, length + 1, length + 4)) for text, length in zip(texts, lengths, strict=True)
-    ]
-    lanes.decode(*((lane, lane, 0, lengths[lane]) for lane in (2, 0, 1)))
-    lanes.decode(*((lane, lane, lengths[lane], lengths[lane] + 1) for lane in (1, 2, 0)))
-    found = lanes.decode(*((lane, lane, lengths[lane] + 1, lengths[lane] + 4) for lane in (2, 0, 1)))
-    for lane, rows in zip((2, 0, 1), found, strict=True):
-        assert far(rows, expected[lane]) < CLOSE
+    assert all(far(step.found, step.expected) < CLOSE for step in lanes.mixed_steps())
 
 
 def test_a_step_that_failed_leaves_its_lanes_empty_and_others_as_they_were(

@@ -44,10 +44,10 @@ class Reads:
         self.offsets: list[int] = []
         self.spoil: Callable[[int, int, bytes], bytes] = lambda n_fetch, offset, data: data
 
-    async def __call__(self, path: Path, offset: int, size_bytes: int) -> Chunks:
+    async def __call__(self, path: Path, offset: int, size_bytes: int, end: int = 0) -> Chunks:
         n_fetch = len(self.offsets)
         self.offsets.append(offset)
-        async for at, data in read_chunks(path, offset, size_bytes):
+        async for at, data in read_chunks(path, offset, size_bytes, end):
             yield at, self.spoil(n_fetch, at, data)
 
 
@@ -258,8 +258,8 @@ async def test_two_processes_do_not_write_one_file(
 async def test_the_end_of_the_membership_ends_the_fetch_and_keeps_the_bytes(tmp_path: Path, reads: Reads) -> None:
     stuck = asyncio.Event()
 
-    async def hold(path: Path, offset: int, size_bytes: int) -> Chunks:
-        async for piece in read_chunks(path, offset, size_bytes):
+    async def hold(path: Path, offset: int, size_bytes: int, end: int = 0) -> Chunks:
+        async for piece in read_chunks(path, offset, size_bytes, end):
             yield piece
             stuck.set()
             await asyncio.Event().wait()

@@ -18,6 +18,7 @@ from relayline.stage.joining.config import JoinConfig
 from relayline.stage.joining.survey import survey
 from relayline.stage.speed.calibrate import PREFILL_LADDER
 from relayline.stage.speed.host_probe import CTX_TOKENS, LANES
+from relayline.wire.common.child_command import code_command
 from relayline.wire.common.curve import LADDER
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb_wire
@@ -37,7 +38,7 @@ class OneMember:
     async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
         assert phase == pb.ARTIFACT_PHASE_MEASURING
 
-    async def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
+    async def fetch(self, offset: int, sha256: str = "", end: int = 0) -> AsyncGenerator[pb.FetchResponse, None]:
         for at in range(offset, 4):
             yield pb.FetchResponse(offset=at, data=b"x" * 1_000)
 
@@ -103,5 +104,7 @@ def test_a_failed_measurement_is_reported(tmp_path: Path) -> None:
 
 def test_a_measurement_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey_module, "SLICE_S", 0.0)
+    hangs = code_command("import signal; signal.pause()")
+    monkeypatch.setattr(survey_module, "module_command", lambda *_: hangs)
     report = surveyed([pb.SurveySlice(header=b"never read", size_bytes=64, budget_ms=1)], tmp_path / "cache")
     assert "longer than 0 s" in report.failure.message

@@ -326,7 +326,7 @@ async def test_a_cut_while_fetching_goes_on_after_rejoining(
 ) -> None:
     real, offsets, cut = join_service.read_chunks, [], asyncio.Event()
 
-    async def held(path: Path, offset: int, size_bytes: int) -> Any:
+    async def held(path: Path, offset: int, size_bytes: int, end: int = 0) -> Any:
         offsets.append(offset)
         async for at, data in real(path, offset, size_bytes):
             if len(offsets) == 1 and at >= 1_000_000:
@@ -432,7 +432,7 @@ async def test_a_stage_whose_host_has_another_address_now_serves_there(
 async def test_a_ticket_that_is_void_leads_to_joining_again(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, n_asked = join_service.JoinService._wanted, 0
+    real, n_asked = join_service.JoinService._member_of, 0
 
     def void_once(service: join_service.JoinService, request: Any) -> Any:
         nonlocal n_asked
@@ -441,7 +441,7 @@ async def test_a_ticket_that_is_void_leads_to_joining_again(
             raise StaleEpochError("the ticket belongs to no member")
         return real(service, request)
 
-    monkeypatch.setattr(join_service.JoinService, "_wanted", void_once)
+    monkeypatch.setattr(join_service.JoinService, "_member_of", void_once)
     async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineSettings()) as port:
         stage = Living(port.address, tmp_path, always_fetch=True)
         await serves(port, engines)

@@ -98,6 +98,21 @@ async def test_a_slice_is_prepared_and_then_served(monkeypatch: pytest.MonkeyPat
         assert world.served.done == ["dropped", "prepared", "switched"]
 
 
+async def test_a_slice_that_is_on_the_way_is_reported_with_what_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+
+    async def obtain(source: Any, cache: Path, load: object, *, always_fetch: bool) -> Files:
+        await source.report_progress(pb.ARTIFACT_PHASE_FETCHING, 3, 9, "the hub stalls")
+        return Files(cache / source.order.artifact.file)
+
+    monkeypatch.setattr(layer_changes, "obtain", obtain)
+    async with asyncio.timeout(20), world.following():
+        world.member.order(pb.LAYER_CHANGE_STEP_PREPARE, number=4)
+        told = pb.StagePrepared(change=4, done_bytes=3, total_bytes=9, trouble="the hub stalls")
+        assert await world.member.reports.get() == told
+        assert (await world.member.reports.get()).is_ready
+
+
 async def test_a_slice_that_stays_is_renamed_and_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     async with asyncio.timeout(20), world.following() as task:

@@ -48,6 +48,24 @@ def engine(request: pytest.FixtureRequest, artifacts: list[Path]) -> Iterator[Na
         yield engine
 
 
+def test_rows_that_are_measured_differ_and_are_the_same_each_time(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal rows would all choose the same experts, and a step of them would be too quick."""
+    seen: list[bytes] = []
+    decode = engine.decode
+
+    def noted(n_rows: int) -> None:
+        rows = engine.input_rows[:n_rows]
+        assert len({row.tobytes() for row in rows}) == n_rows
+        seen.append(rows[0].tobytes())
+        decode(n_rows)
+
+    monkeypatch.setattr(engine, "decode", noted)
+    calibrate(engine, budget_s=3_600)
+    assert len(set(seen)) == 1
+
+
 def test_both_curves_cover_the_fitting_sizes_and_lanes_end_empty(engine: NativeEngine) -> None:
     curves = calibrate(engine, budget_s=3_600)
     decode_rows = [rows for rows, _ in curves.decode.points()]
@@ -292,7 +310,7 @@ def test_noise_that_hides_a_tiles_cost_of_context_leaves_a_price_to_refine(
 )
 def test_curves_whose_threads_never_had_their_cores_together_are_not_remembered(
     n_threads: int, cpu_ms: int, is_doubtful: bool, engine: NativeEngine, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     times = StepTimes(n_threads)
     assert not times.are_doubtful, "nothing is known yet"
@@ -302,6 +320,26 @@ def test_curves_whose_threads_never_had_their_cores_together_are_not_remembered(
     monkeypatch.setattr(calibration, "DISTURBED_MIN_NS", 10**18)
     assert fresh_curves(engine, tmp_path).decode.is_known
     assert (tmp_path / "curves").exists() != is_doubtful
+    assert (calibration.CORES_TAKEN in caplog.messages) == is_doubtful
+
+
+@pytest.mark.parametrize("n_threads", [0, 1])
+def test_curves_whose_short_steps_were_disturbed_are_measured_again_at_the_next_start(
+    n_threads: int, roomy: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """On a processor. A GPU may take as long for one row of a tiny model as for 64."""
+    took_ms = {1: 50, 64: 51}
+    monkeypatch.setattr(calibration, "_time_step", lambda _, __, n_rows, **___: took_ms.get(n_rows, n_rows) * MS)
+    monkeypatch.setattr(calibration, "step_times", lambda _: StepTimes(n_threads))
+    monkeypatch.setattr(calibration, "AGAIN_MAX", 0)
+    assert fresh_curves(roomy, tmp_path).doubt
+    assert "measure again when it is idle" in caplog.text
+    assert (tmp_path / "curves").exists() == (n_threads == 0)
+    took_ms[1] = 1
+    again = fresh_curves(roomy, tmp_path)
+    assert (again.doubt, again.decode.cost_ns(1)) == ("", MS)
+    assert (tmp_path / "curves").exists()
 
 
 @pytest.mark.parametrize(("n_threads", "seems_ms"), [(0, 2), (1, 90)])

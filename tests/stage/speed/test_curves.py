@@ -306,6 +306,7 @@ def test_a_curve_that_no_device_can_have_is_doubted(points: list[tuple[int, floa
     text = Curves.of_stage(has_head=True, decode=points).doubt
     assert text.startswith(doubt)
     assert bool(text) == bool(doubt)
+    assert text.endswith("measure again when it is idle" if doubt else "")
 
 
 @pytest.mark.parametrize("has_head", [True, False])

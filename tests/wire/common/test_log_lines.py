@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from aiohttp.http_exceptions import BadHttpMessage, InvalidURLError, LineTooLong
 
 from relayline.deploy.launch.run import log_file
 from relayline.wire.common import logs
+from relayline.wire.common.texts import printable
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,32 @@ def test_human_lines_have_the_fields_behind_the_text(capsys: pytest.CaptureFixtu
     line = capsys.readouterr().err
     assert line[8:] == " warning stage left stage=a reason=gone\\nx\n"
     assert logs.recent_lines(1)[0].text == "stage left stage=a reason=gone\\nx"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("0-3,4-7", "0-3,4-7"),
+        (r"C:\x", r"C:\x"),
+        (12, "12"),
+        ("", '""'),
+        ("no answer", '"no answer"'),
+        ("a=b", '"a=b"'),
+        ('say "x"', r'"say \"x\""'),
+        ("one\ntwo \\", r'"one\\ntwo \\"'),
+        ('x stage=b reason="', r'"x stage=b reason=\""'),
+    ],
+)
+def test_a_line_can_be_taken_apart_whatever_its_values_are(
+    value: object, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.setup("stage", as_json=False)
+    log = logging.getLogger("relayline.stage")
+    log.info("left", extra={"fields": {"reason": value, "n": 1}})
+    assert capsys.readouterr().err.endswith(f" left reason={shown} n=1\n")
+    assert logs.recent_lines(1)[0].text == f"left reason={shown} n=1"
+    if '"' in shown:
+        assert shlex.split(shown) == [printable(str(value))], "a shell's words, too"
 
 
 def test_a_record_that_cannot_be_written_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,15 +37,16 @@ run(main)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_first_signal_drains_and_a_second_ends_at_once(number: signal.Signals) -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_drains_and_a_second_ends_at_once(first: signal.Signals, second: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "serves\n"
-            process.send_signal(number)
+            process.send_signal(first)
             assert process.stdout.readline() == "drains\n"
-            process.send_signal(number)
-            assert process.wait(WAIT_S) == -number
+            process.send_signal(second)
+            assert process.wait(WAIT_S) == -second
         finally:
             process.kill()

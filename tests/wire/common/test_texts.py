@@ -21,6 +21,7 @@ from hypothesis import given
 from relayline.wire.common import bounds, logs
 from relayline.wire.common.texts import (
     KEYS_MAX,
+    counted,
     layer_range,
     layer_ranges,
     named_layers,
@@ -127,3 +128,8 @@ def test_a_layer_alone_is_no_range() -> None:
     assert [layer_range(0, 1), layer_range(7, 8), layer_range(3, 6)] == ["0", "7", "3-5"]
     assert [named_layers(7, 8), named_layers(3, 5)] == ["layer 7", "layers 3-4"]
     assert layer_ranges([(0, 4), (4, 5)]) == "0-3, 4"
+
+
+def test_one_thing_has_no_plural() -> None:
+    assert [counted(n, "stage") for n in (0, 1, 2, 1024)] == ["0 stages", "1 stage", "2 stages", "1,024 stages"]
+    assert [counted(n, "batch waits", "batches wait") for n in (1, 2)] == ["1 batch waits", "2 batches wait"]

@@ -230,7 +230,7 @@ BROKEN: dict[str, tuple[str, Callable[[pb.RelayRequest], None], str]] = {
     "more frames than announced": ("controls only", _set(n_frames=2), "announces 2 frames"),
     "payload too short": ("exact rows", _set(payload=bytes(39)), "payload has 39 bytes"),
     "payload too long": ("exact rows", _set(payload=bytes(41)), "payload has 41 bytes"),
-    "more rows than frames have": ("one token", _set(n_rows=2, payload=bytes(8)), "announce 1 rows"),
+    "more rows than frames have": ("one token", _set(n_rows=2, payload=bytes(8)), "announce 1 row,"),
     "a frame announces too much": ("exact rows", _set_frame(0, n_rows=3), "announce 3 rows"),
     "rows without frames": (
         "exact rows",

@@ -36,6 +36,7 @@ from relayline.wire.common.errors import (
 from relayline.wire.links import rpc
 from relayline.wire.links.security import LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.polling import pause
 from tests.wire.common.test_errors import OURS
 
 Handler = Callable[[pb.DescribeRequest, Any], Awaitable[pb.DescribeResponse]]
@@ -210,6 +211,45 @@ async def test_a_call_that_is_cancelled_stays_cancelled():
         with pytest.raises(asyncio.CancelledError):
             await calling
     assert calling.cancelled()
+
+
+async def test_a_call_that_ended_behind_unread_messages_is_let_go():
+    """As where a stage was stopped for so long that the other side gave it up: its first heartbeat is one too many."""
+    ended = asyncio.Event()
+
+    async def talk(_: Any, context: Any) -> None:
+        await context.read()
+        for _ in range(3):
+            await context.write(b"heartbeat")
+        context.add_done_callback(lambda _: ended.set())
+
+    def kept() -> list[asyncio.Task[Any]]:
+        return [task for task in asyncio.all_tasks() if "_handle_status_once_received" in repr(task)]
+
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    handlers = {"Watch": grpc.stream_stream_rpc_method_handler(talk)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = rpc.open_channel(f"127.0.0.1:{port}")
+    try:
+        call = channel.stream_stream(rpc.method("Watch"))()
+        await call.write(b"hello")
+        async with asyncio.timeout(30):
+            await ended.wait()
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while True:
+                    await call.write(b"heartbeat")
+                    await pause()
+            assert await call.details() == "Internal error from Core"
+            assert not call.cancel(), "gRPC takes the call as done"
+            assert kept()
+            rpc.end_call(call)
+            while kept():  # each keeps its connection
+                await pause()
+    finally:
+        await channel.close()
+        await server.stop(None)
 
 
 async def test_a_taken_port_fails_loudly():

@@ -75,7 +75,7 @@ def up(*arguments):
     # The flux of the stages that `up MODEL` starts.
     with (
         mock.patch("relayline.deploy.cli.up_launch.resolve_model", Path),
-        mock.patch("relayline.deploy.cli.up_manifest.launch") as launch,
+        mock.patch("relayline.deploy.cli.up_manifest.launch", return_value=False) as launch,
     ):
         up_command.main([str(directory / "m.gguf"), "--http", "127.0.0.1:0", *arguments], standalone_mode=False)
     settled = directory / "settled.yaml"

@@ -194,6 +194,26 @@ async def test_a_batch_whose_end_finds_no_disk_leaves_its_input_to_be_deleted(
         assert sorted(await lines_of(client, done.output_file_id)) == list("ab")
 
 
+async def test_a_coordinator_that_drains_refuses_what_its_disk_takes_no_more(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    async with serving_batches(tokenizer, tmp_path, Held()) as (url, keeper), openai_client(url) as client:
+        batch = await running(client, (await begun(client, request_lines("a"))).id)
+        await keeper.close()  # as at SIGTERM, while answers still run
+        for asked in (
+            client.files.create(file=("in.jsonl", b"{}"), purpose="batch"),
+            client.batches.cancel(batch.id),
+            client.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.InternalServerError, match="the coordinator ends") as caught:
+                await asked
+            assert caught.value.status_code == 503
+            assert caught.value.response.headers["retry-after"]
+        assert [file.id async for file in client.files.list()] == [batch.input_file_id]
+
+
 def test_room_is_held_by_batches_that_are_not_ended(tmp_path: Path) -> None:
     store, batch, gone = BatchStore(tmp_path), stored(), stored()
     store.keep_new_batch(batch)

@@ -134,6 +134,19 @@ async def test_a_restarted_coordinator_goes_on_and_asks_nothing_twice(tokenizer:
         assert sorted(await lines_of(client, done.output_file_id)) == list("abcdef")
 
 
+async def test_counts_of_a_batch_do_not_go_back_at_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with serving_batches(tokenizer, tmp_path, Held(n_free=3)) as (url, _), openai_client(url) as client:
+        batch = await begun(client, request_lines(*"abcdef"))
+        await running(client, batch.id, n_done=3)
+    loading = FakeGenerator()
+    loading.ready = False  # so no process has looked at the batch again
+    async with serving_batches(tokenizer, tmp_path, loading) as (url, keeper), openai_client(url) as client:
+        found = await client.batches.retrieve(batch.id)
+        assert found.request_counts.model_dump() == {"total": 6, "completed": 3, "failed": 0}
+        assert (keeper.figures()["requests_done"], keeper.figures()["requests_waiting"]) == (3, 3)
+        assert loading.requests == []
+
+
 async def test_a_batch_wakes_a_pipeline_that_sleeps(tokenizer: Tokenizer, tmp_path: Path) -> None:
     class Asleep(FakeGenerator):
         def check_ready(self) -> None:
@@ -284,7 +297,7 @@ async def test_a_batch_that_cannot_be_is_refused(
         (b"{}", "input_file_id", "input_file_id: required field is missing"),
         (b'{"input_file_id":5}', "input_file_id", "input_file_id: expected str, got int"),
         (b'{"input_file_id":"\xff"}', None, "the body is not UTF-8"),
-        (b'{"x":' + b"[" * 8_000 + b"]" * 8_000 + b"}", None, "nested too deeply"),
+        (b'{"x":' + b"[" * 15_000, None, "nested too deeply"),  # deeper than Python 3.13 reads
     ],
 )
 async def test_a_body_that_makes_no_batch_is_the_clients_mistake(

@@ -51,7 +51,7 @@ class JoinRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., measured: _Optional[_Union[HostMeasured, _Mapping]] = ..., sleeping: _Optional[_Union[StageSleeping, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
 
 class StageHello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats", "stands_by", "hands_over", "is_relayed", "sleeps")
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats", "stands_by", "hands_over", "is_relayed", "sleeps", "takes_unread")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class StageHello(_message.Message):
     HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
     IS_RELAYED_FIELD_NUMBER: _ClassVar[int]
     SLEEPS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_UNREAD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     name: str
@@ -76,7 +77,8 @@ class StageHello(_message.Message):
     hands_over: bool
     is_relayed: bool
     sleeps: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ..., stands_by: _Optional[bool] = ..., hands_over: _Optional[bool] = ..., is_relayed: _Optional[bool] = ..., sleeps: _Optional[bool] = ...) -> None: ...
+    takes_unread: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ..., stands_by: _Optional[bool] = ..., hands_over: _Optional[bool] = ..., is_relayed: _Optional[bool] = ..., sleeps: _Optional[bool] = ..., takes_unread: _Optional[bool] = ...) -> None: ...
 
 class StageAlive(_message.Message):
     __slots__ = ()
@@ -151,14 +153,16 @@ class SliceCosts(_message.Message):
     def __init__(self, decode: _Optional[_Iterable[_Union[_relayline_pb2.CostPoint, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[_relayline_pb2.CostPoint, _Mapping]]] = ...) -> None: ...
 
 class ArtifactProgress(_message.Message):
-    __slots__ = ("phase", "done_bytes", "total_bytes")
+    __slots__ = ("phase", "done_bytes", "total_bytes", "trouble")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     phase: ArtifactPhase
     done_bytes: int
     total_bytes: int
-    def __init__(self, phase: _Optional[_Union[ArtifactPhase, str]] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    trouble: str
+    def __init__(self, phase: _Optional[_Union[ArtifactPhase, str]] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class StageServing(_message.Message):
     __slots__ = ("host", "port", "instance_id")
@@ -171,18 +175,20 @@ class StageServing(_message.Message):
     def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class StagePrepared(_message.Message):
-    __slots__ = ("change", "is_ready", "done_bytes", "total_bytes", "failure")
+    __slots__ = ("change", "is_ready", "done_bytes", "total_bytes", "failure", "trouble")
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     change: int
     is_ready: bool
     done_bytes: int
     total_bytes: int
     failure: StageFailure
-    def __init__(self, change: _Optional[int] = ..., is_ready: _Optional[bool] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ...) -> None: ...
+    trouble: str
+    def __init__(self, change: _Optional[int] = ..., is_ready: _Optional[bool] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class StageSleeping(_message.Message):
     __slots__ = ("failure",)
@@ -293,16 +299,18 @@ class JoinResponse(_message.Message):
     def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterFile, _Mapping]]] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ..., relay_port: _Optional[int] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., notice: _Optional[str] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
-    __slots__ = ("file", "size_bytes", "sha256", "path")
+    __slots__ = ("file", "size_bytes", "sha256", "path", "unread")
     FILE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
     file: str
     size_bytes: int
     sha256: str
     path: str
-    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    unread: bool
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., path: _Optional[str] = ..., unread: _Optional[bool] = ...) -> None: ...
 
 class AdapterFile(_message.Message):
     __slots__ = ("file", "name", "scale")
@@ -360,14 +368,16 @@ class TelemetryOrder(_message.Message):
     def __init__(self, level: _Optional[_Union[_relayline_pb2.TelemetryLevel, str]] = ..., otlp_endpoint: _Optional[str] = ..., sampler_ratio: _Optional[float] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("ticket", "offset", "sha256")
+    __slots__ = ("ticket", "offset", "sha256", "end")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     offset: int
     sha256: str
-    def __init__(self, ticket: _Optional[bytes] = ..., offset: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+    end: int
+    def __init__(self, ticket: _Optional[bytes] = ..., offset: _Optional[int] = ..., sha256: _Optional[str] = ..., end: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("offset", "data")

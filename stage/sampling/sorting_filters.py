@@ -1,7 +1,7 @@
-"""Filters that must rank tokens: top-n-sigma, typical-p and XTC, with the others in between. Pure.
+"""Filters that must sort tokens: top-n-sigma, typical-p and XTC, with the others in between. Pure.
 
 The order and the arithmetic are those of llama.cpp's chain: top-n-sigma, top-k, typical-p, top-p, min-p, XTC. Only
-sessions that ask for one of the three come here. Of a large vocabulary only the tokens that may be kept are ranked.
+sessions that ask for one of the three come here. Of a large vocabulary only the tokens that may be kept are sorted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Logits = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
 Chances = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
-RANKED_FIRST = 2_048  # tokens that are ranked at first; the others only where these have too little chance together
+SORTED_FIRST = 2_048  # tokens that are sorted at first; the others only where these have too little chance together
 _XTC_SALT = 0xD1B54A32D192ED03  # so that whether XTC acts does not go along with any token's noise
 
 
@@ -68,8 +68,8 @@ def _typical(logits: Logits, mass: float) -> Places:
     wide = logits.astype(np.float64)
     distances = np.abs(wide - (chances * wide).sum())
     near = np.arange(chances.size)
-    if near.size > RANKED_FIRST:
-        edge = np.partition(distances, RANKED_FIRST)[RANKED_FIRST]
+    if near.size > SORTED_FIRST:
+        edge = np.partition(distances, SORTED_FIRST)[SORTED_FIRST]
         within = np.flatnonzero(distances < edge)
         near = within if chances[within].sum() > mass else near
     order = near[np.argsort(distances[near], kind="stable")]
@@ -80,8 +80,8 @@ def _likeliest(logits: Logits, mass: float) -> Places:
     """Return the likeliest until they have `mass`, one at least; ties in the order of tokens."""
     chances = _chances(logits)
     first = np.arange(chances.size)
-    if first.size > RANKED_FIRST:
-        leaders = largest_tokens(logits, RANKED_FIRST)
+    if first.size > SORTED_FIRST:
+        leaders = largest_tokens(logits, SORTED_FIRST)
         first = leaders.astype(np.intp) if chances[leaders].sum() > mass else first
     order = first[np.argsort(-logits[first], kind="stable")]
     before = np.cumsum(chances[order]) - chances[order]

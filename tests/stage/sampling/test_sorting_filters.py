@@ -1,4 +1,4 @@
-"""Filters that rank tokens, compared with llama.cpp's own samplers of the same names."""
+"""Filters that sort tokens, compared with llama.cpp's own samplers of the same names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayline.stage.sampling import ranked
+from relayline.stage.sampling import sorting_filters
 from relayline.stage.sampling.draws import Draws, noise_keys
-from relayline.stage.sampling.ranked import Filters, xtc_acts
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
+from relayline.stage.sampling.sorting_filters import Filters, xtc_acts
 from relayline.wire.common.errors import ProtocolError
 
 N_VOCAB = 200
@@ -93,10 +93,10 @@ def test_the_filters_stand_in_the_order_that_is_promised() -> None:
 def test_a_sample_is_the_keyed_draw_among_the_kept_tokens(numbers: dict[str, float]) -> None:
     options = SamplingOptions(temperature=0.8, seed=11, top_k=50, numbers=numbers)
     sampler, draws, n_acted = SessionSampler(options, N_VOCAB), Draws(N_VOCAB), 0
-    assert options.ranked is not None
+    assert options.sorting_filters is not None
     for position in range(60):
         logits = row(position, 2.0, 0)
-        filters = options.ranked
+        filters = options.sorting_filters
         if not xtc_acts(11, position, options.number("xtc_probability")):
             filters = Filters(filters.top_n_sigma, filters.top_k, filters.typical_p, filters.top_p, filters.min_p)
         n_acted += filters.xtc_threshold < 1
@@ -124,5 +124,5 @@ def test_a_large_vocabulary_is_cut_where_a_whole_ranking_cuts_it(
     logits = (spread * np.random.default_rng(5).standard_normal(20_000)).astype(np.float32)
     logits[::7] = np.round(logits[::7], 1)  # ties
     found = filters.kept(logits)
-    monkeypatch.setattr(ranked, "RANKED_FIRST", logits.size)
+    monkeypatch.setattr(sorting_filters, "SORTED_FIRST", logits.size)
     np.testing.assert_array_equal(found, filters.kept(logits))

@@ -1,0 +1,105 @@
+"""The hub's client, huggingface_hub: how it is set up, what it logs, and what its errors mean for a user."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from typing import NoReturn
+
+from relayline.deploy.manifest.model import HUB_SCHEME
+from relayline.deploy.models.hub_patience import answer_text, asked_s, is_busy
+from relayline.deploy.models.hub_reference import HubFile
+from relayline.wire.common.errors import ModelFileError, UsageError
+from relayline.wire.common.places import home
+
+DISK_ERRORS = frozenset(
+    (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+)
+_RETRIES_MODULE = "_http"  # of huggingface_hub, which logs every attempt
+_SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")  # with it anybody may read the file, until it expires
+
+log = logging.getLogger("relayline.up")
+
+
+def set_up_hub() -> None:
+    """Prepare huggingface_hub: the place of its cache, before it is imported, and its log.
+
+    Raises UsageError for an HF_ENDPOINT that is no URL.
+    """
+    if (endpoint := os.environ.get("HF_ENDPOINT", "")) and not endpoint.startswith(("http://", "https://")):
+        raise UsageError(f"HF_ENDPOINT={endpoint} is no URL; write HF_ENDPOINT=https://{endpoint}")
+    if not os.environ.get("XDG_CACHE_HOME"):
+        # For a user without a home directory it keeps "~" as a plain name, a folder in the current directory.
+        os.environ.setdefault("HF_HOME", str(home() / ".cache" / "huggingface"))
+    import huggingface_hub.utils.logging  # noqa: F401  # gives its log a handler, which is replaced here
+
+    for client in ("httpx", "httpx2"):  # a line for each request would hide what is said besides
+        logging.getLogger(client).setLevel(logging.WARNING)
+    hub_log = logging.getLogger("huggingface_hub")
+    if not any(isinstance(handler, _HubLines) for handler in hub_log.handlers):
+        hub_log.handlers[:] = [_HubLines()]
+        hub_log.propagate = False
+
+
+class _HubLines(logging.Handler):
+    """Passes on what huggingface_hub logs, but says only once that it tries again: it logs two lines an attempt."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._is_said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass on a record."""
+        if record.module != _RETRIES_MODULE:
+            log.log(record.levelno, "%s", _unsigned(record.getMessage()))
+        elif not self._is_said:
+            self._is_said = True
+            log.warning("the hub does not answer; trying again for up to half a minute")
+
+
+def explain_refusal(model: HubFile, file: str, revision: str, error: Exception) -> NoReturn:
+    """Raise what a failure of the hub's client, of HTTP or of the system means for the user: ModelFileError, or
+    UsageError for a name that cannot be one.
+    """
+    from huggingface_hub import errors
+
+    where = f"{HUB_SCHEME}{model.repo}/{file}".rstrip("/")
+    if isinstance(error, errors.GatedRepoError):
+        text = f"{where}: its authors must grant access; ask on its page, then set HF_TOKEN"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        text = f"{where}: there is no such repository, or it is private; check the name, or set HF_TOKEN"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        text = f"{where}: the repository has no revision {revision!r}"
+    elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        text = f"{where}: not in the local cache, and the hub cannot be reached; check the network and HF_HUB_OFFLINE"
+    elif isinstance(error, errors.EntryNotFoundError):
+        text = f"{where}: the repository has no such file"
+    elif isinstance(error, errors.HFValidationError):
+        raise UsageError(f"{where}: {first_line(error)}") from error
+    elif isinstance(error, OSError) and error.errno in DISK_ERRORS:  # a lost connection is an OSError too
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        text = f"{where}: the download cannot be kept: {reason}; HF_HOME=DIRECTORY keeps downloads elsewhere"
+        text += ", and `up --download layers` keeps none" if error.errno == errno.ENOSPC else ""
+    elif asked_s(error):
+        text = f"{where}: cannot be downloaded: {answer_text(error)}; try again then"
+    else:
+        text = f"{where}: cannot be downloaded: {first_line(error)}"
+    raise ModelFileError(text) from error
+
+
+def is_refusal(error: Exception) -> bool:
+    """Tell whether the hub has answered and says no. If it has too much to do, or is broken, it may say yes later."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, HfHubHTTPError) and not is_busy(error)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text that says something, else its kind; no address with a signature."""
+    return next((line.strip() for line in _unsigned(str(error)).splitlines() if line.strip()), type(error).__name__)
+
+
+def _unsigned(text: str) -> str:
+    return _SIGNED.sub(r"\1", text)

@@ -1,0 +1,307 @@
+"""The order to start again: the supervisor's arguments, its answer, and the pipelines that cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner, Result
+
+from relayline.deploy.cli.restart import _until_ready, restart_command
+from relayline.deploy.launch.again import (
+    REASON_BYTES_MAX,
+    Again,
+    arguments_again,
+    become_new,
+    check_arguments,
+    is_ordered,
+    refusal,
+    refuse,
+)
+from relayline.deploy.launch.board import Board
+from relayline.deploy.launch.control import launched
+from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.process_id import identify, wait_ended
+from relayline.deploy.launch.run import Launch, check_while_it_runs, launch
+from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir
+from relayline.deploy.manifest.smallest import smallest_manifest
+from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.process import ENDING_SIGNALS
+from tests.support.polling import pause
+
+
+def test_a_new_start_has_the_same_arguments_without_the_pipe_to_the_starter() -> None:
+    detached = ["up", "m.yaml", "--name", "chat", "--report-fd", "7"]
+    assert arguments_again(detached) == ["up", "m.yaml", "--name", "chat"]
+    assert check_arguments(detached) == ["up", "--check", "m.yaml", "--name", "chat"]
+    assert arguments_again(["up", "m.yaml"]) == ["up", "m.yaml"]
+
+
+def test_only_an_answer_is_a_refusal(tmp_path: Path) -> None:
+    order = tmp_path / "restart.json"
+    assert refusal(order) == ""
+    assert not is_ordered(order)
+    for text in ("", "{}", '["chat"]', "{"):
+        order.write_text(text)
+        assert refusal(order) == ""
+        assert is_ordered(order)
+    order.write_text(json.dumps({"refused": "no such file"}))
+    assert refusal(order) == "no such file"
+    assert not is_ordered(order), "nobody has read the answer, and the next order to this supervisor is another one"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> StateDir:
+    found = StateDir(tmp_path)
+    found.restart.write_text("{}")
+    return found
+
+
+async def ask(again: Again) -> None:
+    again.ask(asyncio.Event())
+    checking = again._checking
+    again.ask(asyncio.Event())  # once is enough
+    assert checking is not None
+    await checking
+    await again.close()
+    assert again._checking is checking
+
+
+async def test_a_mistake_is_answered_with_its_line_and_stops_nothing(directory: StateDir) -> None:
+    missing = directory.path / "missing.yaml"
+    again = Again(directory, ["up", str(missing)])
+    await ask(again)
+    assert not again.wanted.is_set()
+    assert refusal(directory.restart) == f"{missing}: no such file"
+
+
+async def test_without_a_mistake_the_pipeline_ends_and_the_order_stays_for_the_new_start(
+    directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayline.deploy.launch.again.check_arguments", lambda _: ["--version"])
+    again = Again(directory, ["up"])
+    await ask(again)
+    again.ask(asyncio.Event())
+    assert again._checking.done(), "it ends already, so nothing is checked again"
+    assert again.wanted.is_set()
+    assert directory.restart.read_text() == "{}"
+
+
+def checks(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Have a program in place of the check."""
+    command = [sys.executable, "-c", program]
+    monkeypatch.setattr("relayline.deploy.launch.again.module_command", lambda *_: command)
+
+
+async def test_the_reason_is_the_last_line_of_any_output(directory: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"'x' * {3 * REASON_BYTES_MAX} + '\\nrelayline: error: too few\\n'"
+    checks(monkeypatch, f"import sys; sys.stderr.write({said}); sys.exit(1)")
+    again = Again(directory, ["up"])
+    await ask(again)
+    assert refusal(directory.restart) == "too few"
+
+
+async def test_a_full_disk_keeps_the_supervisor(
+    directory: StateDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("relayline.deploy.launch.again.write_again", full)
+    again = Again(directory, ["up", str(directory.path / "missing.yaml")])
+    await ask(again)
+    assert not again.wanted.is_set()
+    assert "the answer cannot be written: No space left on device" in caplog.text
+
+
+async def test_a_check_ends_with_the_supervisor(directory: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = directory.path / "pid"
+    tells = f"pathlib.Path({str(began)!r}).write_text(str(os.getpid()))"
+    checks(monkeypatch, f"import os, pathlib, signal; {tells}; signal.pause()")
+    again = Again(directory, ["up"])
+    again.ask(asyncio.Event())
+    while not began.exists() or not began.read_text():
+        await pause()
+    process = identify(int(began.read_text()))
+    assert process is not None
+    await again.close()
+    assert await asyncio.to_thread(wait_ended, process, 60.0)
+    assert not again.wanted.is_set()
+    assert refusal(directory.restart) == ""
+
+
+class Serving:
+    """A supervisor whose pipeline serves at once, gets an order to start again, and ends."""
+
+    is_signalled = False
+    more = ""  # the manifest with one more stage, which `relayline up` adds meanwhile
+
+    def __init__(self, _plan: object, directory: StateDir, *_: object, **__: object) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.board = SimpleNamespace(set_starts_again=lambda _: None)
+        self._directory = directory
+
+    async def start(self) -> dict[str, str]:
+        self._directory.restart.write_text("{}")
+        if self.more:
+            self._directory.more.write_text(self.more)
+        os.kill(os.getpid(), MORE_SIGNAL)
+        return {"event": "ready", "url": "http://127.0.0.1:1"}
+
+    async def stop(self) -> None:
+        if self.is_signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # as it is after the first signal
+                await pause()
+
+
+@pytest.fixture
+def to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    monkeypatch.setattr("relayline.deploy.launch.state.state_root", lambda: tmp_path)
+    monkeypatch.setattr("relayline.deploy.launch.run.Supervisor", Serving)
+    monkeypatch.setattr("relayline.deploy.launch.again.check_arguments", lambda _: ["--version"])
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    manifest = override(smallest_manifest(DEMO_MODEL), {"coordinator.http.port": 0})  # any port may be taken
+    yield Launch(manifest, DEMO_MODEL)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("is_signalled", [False, True])
+def test_a_signal_has_the_last_word(
+    to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch, is_signalled: bool
+) -> None:
+    monkeypatch.setattr("relayline.deploy.launch.run.plan_of", lambda *_: (None, None))
+    monkeypatch.setattr(Serving, "is_signalled", is_signalled)
+    is_wanted = launch(to_start, directory, lambda _: None, arguments=["up"])
+    assert is_wanted is not is_signalled, "`relayline down` ends it, even while it is about to start again"
+    assert refusal(directory.restart) == ("it was told to end meanwhile" if is_signalled else "")
+
+
+def test_a_stage_that_is_added_during_the_check_is_started(
+    to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[object] = []
+    monkeypatch.setattr("relayline.deploy.launch.run.plan_of", lambda *_: (None, None))
+    monkeypatch.setattr("relayline.deploy.launch.run._take_on", lambda *_: taken.append(directory.more.read_text()))
+    monkeypatch.setattr(Serving, "more", "{}")
+    assert launch(to_start, directory, lambda _: None, arguments=["up"])
+    assert taken == ["{}"]
+
+
+def test_a_new_start_that_fails_answers_the_order(
+    to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise UsageError("2 GiB are missing")
+
+    monkeypatch.setattr("relayline.deploy.launch.run.plan_of", fail)
+    with pytest.raises(UsageError):
+        launch(to_start, directory, lambda _: None, arguments=["up"])
+    assert refusal(directory.restart) == "2 GiB are missing"
+
+
+def test_the_check_refuses_a_model_that_no_free_memory_could_hold(
+    to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayline.deploy.planning.inputs.machine.available_memory_bytes", lambda: 1 << 20)
+    check_while_it_runs(to_start, directory)  # the running one holds the rest
+    monkeypatch.setattr("relayline.deploy.planning.inputs.machine.total_memory_bytes", lambda: 1 << 20)
+    with pytest.raises(UsageError, match="the model does not fit"):
+        check_while_it_runs(to_start, directory)
+
+
+def test_the_check_finds_a_full_disk(to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("relayline.deploy.launch.run.try_writing", full)
+    with pytest.raises(OSError, match="No space left") as found:
+        check_while_it_runs(to_start, directory)
+    assert found.value.filename == str(directory.path)
+
+
+def test_the_new_start_stays_in_the_same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, command: began.append(command))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("RELAYLINE_DETACH", "1")
+    become_new(["up", "m.yaml", "--report-fd", "6"])
+    assert [command[-2:] for command in began] == [["up", "m.yaml"]]
+    assert "RELAYLINE_DETACH" not in os.environ, "it would start another one in the background and end"
+
+
+class World:
+    """State directories of this process's pipelines."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def board(self, name: str, *records: ProcessRecord) -> Board:
+        me = identify(os.getpid())
+        assert me is not None
+        (self.root / name).mkdir(parents=True)
+        directory = StateDir(self.root / name)
+        directory.manifest.write_text("{}")
+        return Board(directory, name, "/nowhere/m.yaml", me, records)
+
+    def restart(self, *arguments: str) -> Result:
+        return CliRunner().invoke(restart_command, arguments)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr("relayline.deploy.launch.control.state_root", lambda: tmp_path)
+    monkeypatch.setattr("relayline.deploy.launch.state.state_root", lambda: tmp_path)
+    return World(tmp_path)
+
+
+def refused(result: Result) -> str:
+    assert isinstance(result.exception, UsageError)
+    return result.exception.message
+
+
+def test_every_command_that_waits_hears_why_it_does_not_start(world: World) -> None:
+    board, directory = world.board("chat"), StateDir(world.root / "chat")
+    board.set_phase(Phase.READY)
+    refuse(directory.restart, "no such file")
+    (found,) = launched(directory.path)
+    for phase, told in ((Phase.READY, "serves as before"), (Phase.STOPPED, "has ended and did not start again")):
+        board.set_phase(phase)
+        for _ in range(2):
+            with pytest.raises(StartError, match=f"chat {told}.*: no such file"):
+                asyncio.run(_until_ready(found, as_json=False))
+
+
+def test_what_is_about_to_start_again_is_not_called_stopped(world: World) -> None:
+    board, directory = world.board("chat"), StateDir(world.root / "chat")
+    board.set_phase(Phase.STOPPED)
+    (found,) = launched(directory.path)
+    assert found.phase is Phase.STOPPED
+    directory.restart.write_text("{}")
+    assert found.phase is Phase.STARTING
+
+
+def test_a_pipeline_that_cannot_start_again_says_what_to_do(world: World) -> None:
+    assert refused(world.restart()) == "nothing runs here"
+    board = world.board("chat")
+    by_hand = "run `relayline down chat`, then `relayline up` again"
+    assert refused(world.restart("chat")) == f"chat was started by an older relayline, or not by `up`; {by_hand}"
+    board.set_starts_again(True)
+    assert refused(world.restart("chat")) == f"chat is starting; wait until it is ready, or {by_hand}"
+    board.set_phase(Phase.READY)
+    assert "name it alone" in refused(world.restart("chat", "other"))
+    record = ProcessRecord("house-chat", "pipeline", "localhost", HostState.READY, pid=os.getpid())
+    world.board("house", record)
+    assert refused(world.restart("chat")) == "chat runs for the gateway house; run `relayline restart house chat`"
+    assert not (world.root / "chat" / "restart.json").exists(), "nothing was ordered"

@@ -14,7 +14,7 @@ import openai
 from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.processes import running
-from tests.support.openai_client import openai_client
+from tests.support.openai_client import leave, openai_client
 from tests.support.polling import pause
 
 MIN_TOKENS, MAX_TOKENS = 200, 480  # the context has 512
@@ -57,7 +57,7 @@ async def under_way(client: openai.AsyncOpenAI, model: str, stage: int) -> list[
             if sum(each.type == "response.output_text.delta" for each in seen) == 5:
                 os.kill(stage, signal.SIGSTOP)
                 break
-        await stream.close()
+        await leave(stream)
         if (await client.responses.retrieve(seen[0].response.id)).status == "in_progress":
             return seen
         os.kill(stage, signal.SIGCONT)

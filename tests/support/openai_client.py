@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from typing import Any
 
 import openai
 
@@ -18,3 +19,13 @@ def openai_client(url: str, api_key: str = "none", *, max_retries: int = 0) -> o
         max_retries=max_retries,
         http_client=openai.DefaultAsyncHttpxClient(verify=_TLS),
     )
+
+
+async def leave(stream: openai.AsyncStream[Any]) -> None:
+    """End a stream before its last event, with the generators that read it.
+
+    The client's own `close` ends the connection alone. Its generators are a circle of references then, which the
+    garbage collector ends in any thread, while the loop's thread may be ending them too.
+    """
+    await stream._iterator.aclose()  # type: ignore[attr-defined]
+    await stream.close()

@@ -20,7 +20,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
-from tests.support.openai_client import openai_client
+from tests.support.openai_client import leave, openai_client
 from tests.support.polling import pause
 
 
@@ -141,7 +141,7 @@ async def test_a_stream_that_breaks_is_taken_up_after_its_last_event(tokenizer: 
             seen.append(event)
             if event.type == "response.output_text.delta" and event.delta == "e":
                 break
-        await stream.close()  # the connection ends, the answer goes on
+        await leave(stream)  # the connection ends, the answer goes on
         assert [event.type for event in seen[:3]] == ["response.created", "response.queued", "response.in_progress"]
         id = seen[0].response.id  # type: ignore[union-attr]
         assert seen[0].response.status == "queued"  # type: ignore[union-attr]
@@ -176,8 +176,8 @@ async def test_events_that_are_no_longer_kept_are_refused(
     gate = Gate()
     async with client_of(tokenizer, held(b"", gate, b"hello, you there")) as (client, _):
         stream = await client.responses.create(model=MODEL, input="hi", background=True, stream=True)
-        first = await anext(aiter(stream))
-        await stream.close()
+        first = await anext(stream)
+        await leave(stream)
         id = first.response.id  # type: ignore[union-attr]
         gate.opened.set()
         await ended(client, id)
@@ -311,8 +311,8 @@ async def test_an_answer_that_is_too_large_to_be_stored_says_so(
 async def test_head_sends_no_events(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"hello"))) as (client, served):
         begun = await client.responses.create(model=MODEL, input="hi", background=True, stream=True)
-        id = (await anext(aiter(begun))).response.id  # type: ignore[union-attr]
-        await begun.close()
+        id = (await anext(begun)).response.id  # type: ignore[union-attr]
+        await leave(begun)
         async with aiohttp.ClientSession() as session:
             for _ in range(2):  # on one connection
                 async with session.head(f"{served.url}/v1/responses/{id}?stream=true") as reply:

@@ -29,7 +29,7 @@ from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, RateLimitError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, FakeStream, Gate, Step, tokens
 from tests.support.kept_responses import serving_kept
-from tests.support.openai_client import openai_client
+from tests.support.openai_client import leave, openai_client
 from tests.support.polling import pause
 
 KEYS = "alice: alice-key-0123456789 streams=3\nbob: bob-key-012345678901\n"
@@ -88,6 +88,7 @@ async def killed(
                 seen.append(event)
                 if getattr(event, "delta", "") == "e":
                     break
+            await leave(begun)
             response_id = seen[0].response.id
         else:
             response_id = begun.id

@@ -16,7 +16,7 @@ from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.coordinator.http.dialects.test_responses import CALL, TEMPLATE, TOOL
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Step, tokens
 from tests.support.kept_responses import serving_kept
-from tests.support.openai_client import openai_client
+from tests.support.openai_client import leave, openai_client
 from tests.support.polling import pause
 
 TOP = ((104, -0.5), (105, -1.5))
@@ -82,8 +82,8 @@ async def test_an_answer_is_the_same_wherever_it_was_cut(case: str, tokenizer: T
         first.cuts = iter(cuts)
         for _ in cuts:
             stream = await client.responses.create(**body)
-            ids.append((await anext(aiter(stream))).response.id)
-            await stream.close()
+            ids.append((await anext(stream)).response.id)
+            await leave(stream)
         async with asyncio.timeout(WAIT_S):
             for gate in first.gates:
                 await gate.reached.wait()

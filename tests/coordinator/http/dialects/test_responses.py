@@ -20,7 +20,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
-from tests.support.openai_client import openai_client
+from tests.support.openai_client import leave, openai_client
 
 # A template that has thoughts, and calls as Hermes writes them.
 TEMPLATE = (
@@ -399,7 +399,7 @@ async def test_a_client_that_leaves_frees_its_stream(tokenizer: Tokenizer) -> No
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         async with asyncio.timeout(WAIT_S):
             await gate.reached.wait()
-        await stream.close()
+        await leave(stream)
         async with asyncio.timeout(WAIT_S):
             await served.generator.streams[0].closed.wait()
 

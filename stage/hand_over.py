@@ -165,16 +165,29 @@ async def together(sources: Sequence[AsyncIterator[HandedLane]]) -> AsyncIterato
     """Yield what all sources have of one session, for each that all of them have. All are in order of their keys."""
     if not sources:
         return
-    heads = await asyncio.gather(*(anext(source, None) for source in sources))
+    heads = await _next_of(sources)
     while None not in heads:
         found = [head for head in heads if head is not None]
         late = behind(found)
         if not late:
             yield found
             late = list(range(len(sources)))
-        following = await asyncio.gather(*(anext(sources[index], None) for index in late))
+        following = await _next_of([sources[index] for index in late])
         for index, head in zip(late, following, strict=True):
             heads[index] = head
+
+
+async def _next_of(sources: Sequence[AsyncIterator[HandedLane]]) -> list[HandedLane | None]:
+    """Return what each source has next, None at its end. Raises the first one's error, when none is at work any more:
+    only then can the others be closed.
+    """
+    asking = [asyncio.ensure_future(anext(source, None)) for source in sources]
+    try:
+        return await asyncio.gather(*asking)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
 
 
 # --- on the wire ------------------------------------------------------------------------------------------------------

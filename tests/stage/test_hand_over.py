@@ -267,6 +267,18 @@ async def test_a_giver_that_is_away_is_not_waited_for(monkeypatch: pytest.Monkey
         await taking.given()  # so the old engine's memory is given back
 
 
+async def test_a_giver_that_refuses_ends_the_wait_for_another_one() -> None:
+    """It is not left at work, where nothing could close it."""
+    new = OneEngine(range(3))
+    async with asyncio.timeout(20), port() as giver:
+        giver.hand_over, before = gives(0, 2), asyncio.all_tasks()
+        taking = takes((0, 2, giver.address), (2, 3, ""), shown_pass="another")
+        with pytest.raises(UnauthenticatedError, match="pass of the change"):
+            await taking.take(new.side, PLAINTEXT)
+        assert not [task for task in asyncio.all_tasks() - before if "anext" in repr(task)]
+        await taking.given()
+
+
 async def test_one_that_never_switches_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "HAND_OVER_S_MAX", 0.05)
     async with asyncio.timeout(20), port() as giver:

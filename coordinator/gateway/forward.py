@@ -168,9 +168,12 @@ class Forwarder:
     async def knows(self, link: Link, path: str, headers: CIMultiDict[str]) -> bool:
         """Return whether a pipeline has the resource at a path."""
         try:
-            async with self.links.session.get(
-                link.url(path), headers=self._keyed(link, headers), ssl=link.tls, allow_redirects=False
-            ) as answer:
+            async with (
+                link.until_lost(),
+                self.links.session.get(
+                    link.url(path), headers=self._keyed(link, headers), ssl=link.tls, allow_redirects=False
+                ) as answer,
+            ):
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
@@ -204,9 +207,9 @@ class Forwarder:
         answering = _Answering(self, request, link, key)
         backend.sent(key, outgoing.asked)
         try:
-            async with asyncio.timeout(None) as patience:
-                link.running.add(patience)
-                async with self.links.session.request(
+            async with (
+                link.until_lost(),
+                self.links.session.request(
                     outgoing.method,
                     link.url(outgoing.path),
                     headers=self._keyed(link, outgoing.headers),
@@ -214,10 +217,11 @@ class Forwarder:
                     skip_auto_headers=_SKIPPED,
                     ssl=link.tls,
                     allow_redirects=False,
-                ) as answer:
-                    if answer.status in passed and not is_last:
-                        return await _refusal(answer)
-                    return await answering.run(answer, outgoing)
+                ) as answer,
+            ):
+                if answer.status in passed and not is_last:
+                    return await _refusal(answer)
+                return await answering.run(answer, outgoing)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             problem = "it stopped answering" if isinstance(error, TimeoutError) else "the connection to it was lost"
             if isinstance(error, aiohttp.ClientConnectorError):
@@ -228,7 +232,6 @@ class Forwarder:
             log.warning("pipeline %s: %s in the middle of an answer [%s]", backend.name, problem, request_id(request))
             return await answering.cut(StageLostError(f"pipeline {backend.name}: {problem}; send the request again"))
         finally:
-            link.running.discard(patience)
             backend.ended(key)
             self._ended.set()
 

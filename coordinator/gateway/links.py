@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 import msgspec
@@ -84,7 +85,7 @@ class Link:
         self.config, self.backend = config, backend
         self.base = URL(config.url)
         self.cards: dict[str, bytes] = {}  # its entries of /v1/models, by the model's name, as JSON
-        self.running: set[asyncio.Timeout] = set()  # of requests, which end when it is lost
+        self._running: set[asyncio.Timeout] = set()  # of requests, which end when it is lost
         self.tls = _tls(config)
         self.stays_because = ""  # why it did not fall asleep when it was told to last
 
@@ -92,10 +93,20 @@ class Link:
         """Return the address of a path with its query, written as it came."""
         return URL(f"{self.base.origin()}{self.base.raw_path.rstrip('/')}{path}", encoded=True)
 
+    @contextlib.asynccontextmanager
+    async def until_lost(self) -> AsyncIterator[None]:
+        """Wait for this pipeline within. Raises TimeoutError once it is lost."""
+        async with asyncio.timeout(None) as patience:
+            self._running.add(patience)
+            try:
+                yield
+            finally:
+                self._running.discard(patience)
+
     def lose(self) -> None:
         """Give up every request that runs there."""
         now_s = asyncio.get_running_loop().time()
-        for patience in self.running:
+        for patience in self._running:
             if not patience.expired():
                 patience.reschedule(now_s)
 

@@ -19,6 +19,7 @@ from yarl import URL
 from relayline.coordinator.gateway import forward, links
 from relayline.coordinator.gateway.forward import PIPELINE_HEADER
 from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.responses.handlers import ResponseHandlers
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.sessions.tenants import Tenant
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -409,6 +410,32 @@ async def test_stored_responses_are_found_where_they_are(tokenizer: Tokenizer) -
             async with session.get(path) as answer:
                 assert answer.status == 404
             assert (await asked(session, f"{path}/cancel", {}))[0] == 404
+
+
+async def test_a_pipeline_that_is_lost_while_a_response_is_looked_for_there_is_given_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host has stopped, say: the connection stands, and nothing comes."""
+    stuck, retrieve, polled = Gate(), ResponseHandlers.retrieve, links.Links._get
+    served: list[Pipeline] = []
+
+    async def retrieved(self: ResponseHandlers, request: web.Request) -> web.StreamResponse:
+        if self._service.generator is served[0].generator:
+            await stuck.pass_through()
+        return await retrieve(self, request)
+
+    async def get(self: links.Links, link: links.Link, path: str) -> bytes:
+        if link.backend.name == "a" and stuck.reached.is_set():
+            raise TimeoutError
+        return await polled(self, link, path)
+
+    monkeypatch.setattr(ResponseHandlers, "retrieve", retrieved)
+    monkeypatch.setattr(links.Links, "_get", get)
+    monkeypatch.setattr(links, "LOST_AFTER_S", 0.1)
+    async with pipelines(tokenizer, "chat", "chat") as found, gateway(found) as session, asyncio.timeout(WAIT_S):
+        served += found
+        body = {"model": "chat", "input": "hi", "previous_response_id": "resp_1"}
+        assert (await asked(session, "/v1/responses", body))[:2] == (404, "b")
 
 
 async def test_every_route_of_one_pipeline_is_below_its_name(tokenizer: Tokenizer) -> None:

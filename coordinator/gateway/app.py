@@ -17,7 +17,7 @@ from relayline.coordinator.gateway.bounds import ID_CHARS_MAX, PARSED_INLINE_BYT
 from relayline.coordinator.gateway.forward import RESPONSES_PATH, Forwarder, Outgoing
 from relayline.coordinator.gateway.links import Links
 from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
-from relayline.coordinator.gateway.model_lists import ollama_list, openai_list, with_status
+from relayline.coordinator.gateway.model_handlers import ModelHandlers
 from relayline.coordinator.gateway.page import OPEN, PREFIX, gateway_page
 from relayline.coordinator.gateway.peek import Asked, peek
 from relayline.coordinator.gateway.router import Backend, Health
@@ -30,7 +30,7 @@ from relayline.coordinator.http.edge.steering import SLEEP_PATHS, check_steers, 
 from relayline.coordinator.http.error_forms import errors_in_form
 from relayline.coordinator.http.page import HEADERS, read_files, routes, wants_page
 from relayline.coordinator.observe.targets import target
-from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
+from relayline.wire.common.errors import InternalError, InvalidRequestError, NotReadyError
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.versions import version_of
 
@@ -44,13 +44,20 @@ _HINT = f"name a pipeline: {PREFIX}/NAME{{path}}; GET /v1/pipeline lists them"
 class Gateway:
     """The handlers."""
 
-    def __init__(self, links: Links, forwarder: Forwarder, metrics: GatewayMetrics) -> None:
+    def __init__(self, links: Links, forwarder: Forwarder, metrics: GatewayMetrics, models: ModelHandlers) -> None:
         self._links, self._router, self.forwarder, self._metrics = links, links.router, forwarder, metrics
+        self._models = models
         self.is_draining = False
         self._parsing: ProcessPoolExecutor | None = None
 
+    async def drain(self) -> None:
+        """Take no new requests, load nothing more, and end the streams of those who only watch."""
+        self.is_draining = True
+        await self._models.loads.close()
+
     async def close(self, _app: web.Application) -> None:
-        """End the process that parses large bodies."""
+        """End the process that parses large bodies, and all loads."""
+        await self._models.loads.close()
         if self._parsing is not None:
             self._parsing.shutdown(wait=False, cancel_futures=True)
 
@@ -86,38 +93,6 @@ class Gateway:
         if status == "ok":
             return json_response(msgspec.json.encode(body))
         return json_response(msgspec.json.encode(body), 503, {hdrs.RETRY_AFTER: "1"})
-
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models: every model of every pipeline, once, that the client's key may use."""
-        return json_response(openai_list(self._cards(request)))
-
-    async def model(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models/{id}; ids may contain slashes."""
-        name = request.match_info["id"]
-        check_may_use(tenant_of(request), name)
-        card = self._cards(request).get(name)
-        if card is None:
-            self._router.candidates(name)  # says which models there are
-            raise ModelNotFoundError(f"model: {name[:200]!r} is not served here", "model")
-        return json_response(card)
-
-    def _cards(self, request: web.Request) -> dict[str, bytes]:
-        """Return the entries of the models that the client's key may use, each with its state."""
-        may_use, replicas = tenant_of(request).models, self._router.models()
-        found: dict[str, bytes] = {}
-        for backend in self._router.staying:
-            for model, card in self._links.links[backend].cards.items():
-                if not may_use or model in may_use:
-                    found.setdefault(model, with_status(card, replicas.get(model, ())))
-        return found
-
-    async def tags(self, request: web.Request) -> web.StreamResponse:
-        """GET /api/tags: the same models, as Ollama's clients read them."""
-        return json_response(ollama_list(self._cards(request), loaded_only=False))
-
-    async def running(self, request: web.Request) -> web.StreamResponse:
-        """GET /api/ps: of these models, those that a pipeline has in memory."""
-        return json_response(ollama_list(self._cards(request), loaded_only=True))
 
     async def pipelines(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline: every pipeline, how it is and how much it has to do."""
@@ -175,13 +150,16 @@ class Gateway:
         name = request.match_info["name"]
         self._find(name)
         path = request.raw_path.removeprefix(f"{PREFIX}/{name}") or "/"
-        if is_steering(request.method, f"/{request.match_info.get('path', '')}"):
+        route = f"/{request.match_info.get('path', '')}"
+        if is_steering(request.method, route):
             check_steers(request)  # the pipeline may not know whose request this is
         self._check_taken(request)
         body = await request.read()
         if body and tenant_of(request).models:
             _check_asked(request, await self._asked(body))
         backend = self._find(name)  # another one may have taken its place in the meantime
+        if (unloaded := await self._models.unloaded(request, route, body, backend)) is not None:
+            return unloaded
         outgoing = self.forwarder.outgoing(request, path, body, Asked(backend.models[0] if backend.models else None))
         return await self.forwarder.to_one(request, self._links.links[backend], outgoing)
 
@@ -191,6 +169,10 @@ class Gateway:
             known = ", ".join(each.name for each in self._router.staying)
             raise web.HTTPNotFound(reason=f"no pipeline {name[:63]}; there are {known}")
         return backend
+
+    async def props(self, request: web.Request) -> web.StreamResponse:
+        """GET /props: of the pipeline that serves a `model`, else of this gateway."""
+        return await (self.passed_on if request.query.get("model") else self._models.props)(request)
 
     async def needs_name(self, request: web.Request) -> web.StreamResponse:
         """Refuse a route that is about one pipeline."""
@@ -216,6 +198,8 @@ class Gateway:
             check_steers(request)
         self._check_taken(request)
         body = await request.read()
+        if (unloaded := await self._models.unloaded(request, request.path, body)) is not None:
+            return unloaded
         asked = await self._asked(body) if body else Asked()
         if asked.model is None and (model := request.query.get("model")):
             asked = msgspec.structs.replace(asked, model=model)
@@ -268,14 +252,16 @@ def make_gateway(links: Links, limits: HttpLimits | None = None) -> tuple[web.Ap
     """Return the application of a gateway, and its handlers. Serve it with `http.edge.server.start_http`."""
     limits = limits or HttpLimits()
     metrics = GatewayMetrics(links.router)
-    gateway = Gateway(links, Forwarder(links, metrics, limits.write_timeout_s), metrics)
+    forwarder = Forwarder(links, metrics, limits.write_timeout_s)
+    models = ModelHandlers(forwarder, limits)
+    gateway = Gateway(links, forwarder, metrics, models)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[errors_in_form, errors_as_json])
     app[LIMITS] = limits
     files = {path: file for path, file in read_files().items() if path != "/"}
     app[PAGE_PATHS], app[OPEN_PATTERN] = frozenset({"/", *files}), OPEN
     app.on_response_prepare.append(add_request_id)
     app.on_cleanup.append(gateway.close)
-    app.add_routes([*routes(files), *_routes(gateway)])
+    app.add_routes([*routes(files), *models.routes(), *_routes(gateway)])
     return app, gateway
 
 
@@ -288,10 +274,7 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         web.get("/v1/health", gateway.health),
         web.get("/version", gateway.version),
         web.get("/metrics", gateway.metrics),
-        web.get("/v1/models", gateway.models),
-        web.get("/v1/models/{id:.+}", gateway.model),
-        web.get("/api/tags", gateway.tags),
-        web.get("/api/ps", gateway.running),
+        web.get("/props", gateway.props),
         web.get("/v1/pipeline", gateway.pipelines),
         web.get("/v1/pipeline/targets", gateway.targets),
         web.get(f"{PREFIX}/{{name}}", gateway.to_slash),

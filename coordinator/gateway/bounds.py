@@ -24,6 +24,8 @@ LOST_AFTER_S = 10.0  # without an answer: then requests that still run there end
 LEAVE_TIMEOUT_S = 600.0  # for the requests of a removed pipeline; then they end
 READY_TIMEOUT_S = 60.0  # for a pipeline that says it serves until a request can start there: its stages may be away
 READY_POLL_S = 0.1  # between two questions then
+LOAD_ANSWER_S = 1.0  # that /models/load waits for a refusal; its client then looks at the model's status
+STATUS_EVERY_S = 0.5  # between two looks at the models' status for the clients of /models/sse
 RETRY_AFTER_S = 2  # for clients, where no replica lives: the time after which a new one is noticed
 
 # Where not all pipelines may be awake at once:

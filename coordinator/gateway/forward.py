@@ -8,11 +8,12 @@ client has not been sent anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 import msgspec
@@ -190,11 +191,18 @@ class Forwarder:
         """Send a request to one pipeline once that may be awake, and pass its answer on; answers with a status in
         `passed` are returned, unless it is the last pipeline that is tried. Raises _LostError, NotReadyError.
         """
-        if not wakes(outgoing.method, outgoing.path):
+        async with self._place(link, outgoing.method, outgoing.path):
             return await self._passed(request, link, outgoing, is_last=is_last, passed=passed)
+
+    @contextlib.asynccontextmanager
+    async def _place(self, link: Link, method: str, path: str) -> AsyncIterator[None]:
+        """Within the context a request may be at a pipeline. Raises _LostError, NotReadyError."""
         try:
+            if not wakes(method, path):
+                yield
+                return
             async with self.links.gate.place(link.backend):
-                return await self._passed(request, link, outgoing, is_last=is_last, passed=passed)
+                yield
         except PipelineLostError:
             raise _LostError from None
         finally:
@@ -224,8 +232,7 @@ class Forwarder:
                 return await answering.run(answer, outgoing)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             problem = "it stopped answering" if isinstance(error, TimeoutError) else "the connection to it was lost"
-            if isinstance(error, aiohttp.ClientConnectorError):
-                self.links.failed(link, "it refuses connections", is_refused=is_refused(error))
+            self._note_trouble(link, error)
             if answering.response is None:
                 raise _LostError from None
             self._metrics.broken.labels(backend.name).inc()
@@ -234,6 +241,42 @@ class Forwarder:
         finally:
             backend.ended(key)
             self._ended.set()
+
+    async def told(self, link: Link, path: str, headers: CIMultiDict[str]) -> Refusal:
+        """POST to a route of a pipeline that takes no body, once it may be awake if that wakes it; return the answer.
+
+        Raises NotReadyError where it does not answer, or where its turn to wake does not come.
+        """
+        try:
+            async with self._place(link, hdrs.METH_POST, path):
+                return await self._answer_to(link, path, headers)
+        except _LostError:
+            raise no_replica(None, [link.backend]) from None
+
+    async def _answer_to(self, link: Link, path: str, headers: CIMultiDict[str]) -> Refusal:
+        key = next(self._numbers)
+        link.backend.sent(key, Asked(output_tokens=0))
+        try:
+            async with (
+                link.until_lost(),
+                self.links.session.post(
+                    link.url(path),
+                    headers=self._keyed(link, headers),
+                    skip_auto_headers=_SKIPPED,
+                    ssl=link.tls,
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                return await _refusal(answer)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._note_trouble(link, error)
+            raise _LostError from None
+        finally:
+            link.backend.ended(key)
+
+    def _note_trouble(self, link: Link, error: Exception) -> None:
+        if isinstance(error, aiohttp.ClientConnectorError):
+            self.links.failed(link, "it refuses connections", is_refused=is_refused(error))
 
     def _keyed(self, link: Link, headers: CIMultiDict[str]) -> CIMultiDict[str]:
         """Return the headers with the pipeline's own key, where the client has been asked for one here already."""

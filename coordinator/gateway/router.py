@@ -79,6 +79,8 @@ class Backend:
         self.n_lanes = 1
         self.rests = False  # whether a request there waits for its stages to load
         self.is_asleep = False  # and whether they do not load yet
+        self.is_loading = False  # because a client asked for that; it may still wait for its place
+        self.has_failed = False  # to load, when a client asked for that last
         self.n_others = 0  # requests there that are not this gateway's, when it was last heard
         self.heard_ns = 0
         self.n_sent = 0  # requests in all
@@ -124,6 +126,7 @@ class Backend:
         self.health = Health.READY if heard.is_ready else Health.PAUSED
         self.models, self.n_lanes, self.problem = heard.models, max(1, heard.n_lanes), ""
         self.rests, self.is_asleep = heard.rests, heard.is_asleep
+        self.has_failed &= heard.is_asleep
         self.n_others = max(0, heard.n_requests - self.n_outstanding)
         self.heard_ns = now_ns
 

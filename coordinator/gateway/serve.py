@@ -135,7 +135,7 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[ServedGateway]
         runner, port = await start_http(app, config.http.host, config.http.port, context=context)
         stack.push_async_callback(runner.cleanup)
         yield ServedGateway(config.http.url_at(port), links, gateway.forwarder)
-        gateway.is_draining = True
+        await gateway.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 await gateway.forwarder.idle()

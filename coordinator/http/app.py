@@ -77,7 +77,7 @@ def make_app(
     app.on_response_prepare.append(note_status)
     app.add_routes([*core_routes(service, control, feed), *layer_routes(layers, inviter), *routes(files)])
     app.add_routes(sleep_routes(sleep))
-    app[PAGE_PATHS] = add_dialects(app, service) | frozenset(files)
+    app[PAGE_PATHS] = add_dialects(app, service, sleep) | frozenset(files)
     facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app
 

@@ -17,10 +17,11 @@ from relayline.coordinator.http.responses.background import Background
 from relayline.coordinator.http.responses.begin import BACKGROUND, STORE
 from relayline.coordinator.http.responses.handlers import ResponseHandlers
 from relayline.coordinator.http.responses.store import ResponseStore
+from relayline.coordinator.http.sleep_handlers import SleepControl
 from relayline.coordinator.http.transcriptions.handlers import TranscriptionHandlers
 
 
-def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
+def add_dialects(app: web.Application, service: Service, sleep: SleepControl | None) -> frozenset[str]:
     """Add the routes to an application, and last the description of all that it has.
 
     Returns the paths that tell nothing about anybody, which need no key.
@@ -28,11 +29,11 @@ def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
     store = app[STORE] = ResponseStore()
     background = app[BACKGROUND] = Background(service, store)
     app.on_shutdown.append(background.close)
-    app.add_routes(_routes(service, ResponseHandlers(service, store, background)))
+    app.add_routes(_routes(service, ResponseHandlers(service, store, background), sleep))
     return add_openapi(app)
 
 
-def _routes(service: Service, responses: ResponseHandlers) -> list[web.RouteDef]:
+def _routes(service: Service, responses: ResponseHandlers, sleep: SleepControl | None) -> list[web.RouteDef]:
     messages, llama = MessageHandlers(service), LlamaHandlers(service)
     embeddings, rankings = EmbeddingHandlers(service), RerankHandlers(service)
     transcriptions = TranscriptionHandlers(service)
@@ -55,7 +56,7 @@ def _routes(service: Service, responses: ResponseHandlers) -> list[web.RouteDef]
         *(web.post(path, transcriptions.create) for path in TRANSCRIPTION_PATHS),
         web.post("/v1/messages/count_tokens", messages.count),
         *BatchHandlers(service.limits).routes(),
-        *_ollama_routes(OllamaHandlers(service)),
+        *_ollama_routes(OllamaHandlers(service, sleep)),
     ]
 
 

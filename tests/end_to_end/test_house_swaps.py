@@ -83,6 +83,7 @@ async def test_models_that_do_not_fit_together_answer_in_turn(tmp_path: Path) ->
             await world.until_phases(plain="ready", hybrid="sleeping")
             await _in_turn(world)
             await _beside_a_stream(world)
+            await _as_asked(world)
             assert not watching.done(), watching.exception()
             watching.cancel()
         shown = relayline("status", "--state-dir", state).stdout
@@ -114,4 +115,26 @@ async def _beside_a_stream(world: World) -> None:
     events = await world.clients["hybrid"].stream(PROMPTS[1], ask)
     assert len(tokens_of(events)) == 40, "whole"
     assert len(tokens_of(await others[0])) == 40
+    await world.until_phases(plain="ready", hybrid="sleeping")
+
+
+async def _as_asked(world: World) -> None:
+    """Loaded and unloaded without a question, as llama-server's router and Ollama let their clients do."""
+    plain, hybrid = (path.stem for path in MODELS.values())
+
+    async def post(path: str, **body: Any) -> dict[str, Any]:
+        async with world.session.post(f"{world.url}{path}", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            found: dict[str, Any] = await answer.json()
+            return found
+
+    assert await post("/models/load", model=hybrid) == {"success": True}
+    await world.until_phases(plain="sleeping", hybrid="ready")
+    assert await post("/models/unload", model=hybrid) == {"success": True}
+    await world.until_phases(plain="sleeping", hybrid="sleeping")
+    assert (await post("/api/generate", model=plain))["done_reason"] == "load"
+    await world.until_phases(plain="ready", hybrid="sleeping")
+    assert (await post("/api/chat", model=plain, messages=[], keep_alive=0))["done_reason"] == "unload"
+    await world.until_phases(plain="sleeping", hybrid="sleeping")
+    assert (await post("/pipelines/plain/api/generate", model=plain))["done_reason"] == "load"
     await world.until_phases(plain="ready", hybrid="sleeping")

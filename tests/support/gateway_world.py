@@ -25,7 +25,7 @@ from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.phase import Phase
-from tests.support.http_support import FakeGenerator, FakeStream
+from tests.support.http_support import FakeGenerator, FakeStream, Gate
 from tests.support.polling import pause
 
 N_LANES = 4
@@ -61,12 +61,11 @@ class SleepyReplica(Replica):
         self.n_wakes = 0
         self.on_wake: Callable[[], None] = lambda: None
         self.refuses: Exception | None = None
+        self.waking: Gate | None = None
+        self.cannot_wake: Exception | None = None
 
     def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> FakeStream:
-        if not self.ready:
-            self.n_wakes += 1
-            self.ready = True
-            self.on_wake()
+        self._wake()
         return super().open(request, record)
 
     async def ask(self) -> dict[str, object]:
@@ -78,8 +77,20 @@ class SleepyReplica(Replica):
         return {"is_sleeping": not self.ready, "state": "awake" if self.ready else "asleep"}
 
     async def wake(self) -> dict[str, object]:
-        self.ready = True
+        if self.waking is not None:
+            self.otherwise = Phase.WAKING
+            await self.waking.pass_through()
+            self.otherwise = Phase.SLEEPING
+        if self.cannot_wake is not None:
+            raise self.cannot_wake
+        self._wake()
         return {"is_sleeping": False}
+
+    def _wake(self) -> None:
+        if not self.ready:
+            self.n_wakes += 1
+            self.ready = True
+            self.on_wake()
 
 
 class Pipeline:

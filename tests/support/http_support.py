@@ -12,6 +12,7 @@ from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.replies.service import ServedModel
+from relayline.coordinator.http.sleep_handlers import SleepControl
 from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.sessions.generation import GenerationRequest, Slot, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
@@ -158,13 +159,14 @@ async def serving(
     template: str | None = CHATML,
     control: TelemetryControl | None = None,
     encoder: Encoder | None = None,
+    sleep: SleepControl | None = None,
     **limits: object,
 ) -> AsyncIterator[Served]:
     """Serve a fake generator on a free loopback port; every stream it opened must be closed in the end."""
     generator = generator or FakeGenerator()
     chat = ChatTemplate(template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     model = ServedModel(MODEL, CREATED, tokenizer, chat, encoder)
-    app = make_app(generator, model, HttpLimits(**limits), control)
+    app = make_app(generator, model, HttpLimits(**limits), control, sleep=sleep)
     runner, port = await start_http(app, "127.0.0.1", 0)
     try:
         yield Served(f"http://127.0.0.1:{port}", port, generator)

@@ -121,6 +121,8 @@ def _no_route(path: str) -> str:
             f"no route {path}: of Ollama's API, chat, generate, embed, tags, show, ps and version are served; "
             "`relayline up` decides which models there are"
         )
+    if path in ("/models/load", "/models/unload"):
+        return f"no route {path}: a gateway has it; a pipeline by itself has /wake_up and /sleep"
     if path.rstrip("/") == "/v1":
         return f"no route {path}: it is where OpenAI's API begins, as in /v1/models or /v1/chat/completions"
     return f"no route {path}"

@@ -5,6 +5,7 @@ Fields as in Ollama's own description of its API (docs/api.md and api/types.go o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -50,6 +51,8 @@ _NAMES = {
     "response_format": "format",
     "reasoning_effort": "think",
 }
+# A duration of Go's that is none: "0", "0s", "0h0m".
+_NO_TIME = re.compile(r"[+-]?(0|(0+(\.0*)?|\.0+)(ns|us|µs|μs|ms|s|m|h))+")
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -163,6 +166,13 @@ def is_only_loading(raw: bytes) -> bool:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # whoever reads it says why
     return not any(body.get(name) for name in ("messages", "prompt", "suffix", "images"))
+
+
+def unloads(keep_alive: Any) -> bool:
+    """Return whether a model is to be unloaded at once by what `keep_alive` says, in seconds or as a duration."""
+    if isinstance(keep_alive, str):
+        return _NO_TIME.fullmatch(keep_alive) is not None
+    return keep_alive is not None and keep_alive is not False and keep_alive == 0
 
 
 def _inner(fields: Fields) -> Inner:

@@ -15,16 +15,20 @@ from aiohttp import web
 from relayline.coordinator.http.edge.body import SMALL_BYTES_MAX, read_small
 from relayline.coordinator.http.edge.clients import tenant_of
 from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.steering import check_steers
 from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
 from relayline.coordinator.http.embeddings.vectors import ollama_reply, ollama_vector
 from relayline.coordinator.http.ollama import models
-from relayline.coordinator.http.ollama.asking import OllamaPullBody, OllamaShowBody, is_only_loading
+from relayline.coordinator.http.ollama.asking import OllamaPullBody, OllamaShowBody, is_only_loading, unloads
 from relayline.coordinator.http.ollama.dialect import CONTENT_TYPE, OllamaDialect
 from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
+from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests import validation
 from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.coordinator.http.requests.chat_form import ChatForm
+from relayline.coordinator.http.sleep_handlers import SleepControl
+from relayline.wire.common.errors import NotServedError
 from relayline.wire.common.phase import Phase
 
 Route = Literal["ollama_chat", "ollama_generate"]
@@ -34,6 +38,11 @@ class OllamaHandlers(EmbeddingHandlers):
     """The handlers of one application."""
 
     _size_bytes = 0  # of the model's parts, once it is known
+
+    def __init__(self, service: Service, sleep: SleepControl | None = None) -> None:
+        """`sleep` unloads the model and loads it again."""
+        super().__init__(service)
+        self._sleep = sleep
 
     async def api_version(self, _request: web.Request) -> web.StreamResponse:
         """GET /api/version."""
@@ -98,7 +107,7 @@ class OllamaHandlers(EmbeddingHandlers):
         self._check_taken(request)
         raw = await request.read()
         if len(raw) <= SMALL_BYTES_MAX and is_only_loading(raw):
-            return self._loaded(request, raw, is_chat=route == "ollama_chat")
+            return await self._loaded(request, raw)
         prepared = await service.read_in(route, request, raw)
         plan = await service.shaped(prepared, request)
         name = f"chatcmpl-{secrets.token_hex(16)}"
@@ -112,16 +121,27 @@ class OllamaHandlers(EmbeddingHandlers):
         dialect = OllamaDialect(header, service.speller, plan.n_logprobs, is_chat=is_chat, clock=_now)
         return await run(request, service, job, dialect, dialect.form)
 
-    def _loaded(self, request: web.Request, raw: bytes, *, is_chat: bool) -> web.StreamResponse:
-        """Answer a request that only wants the model to be loaded: it is, or the first question wakes it."""
+    async def _loaded(self, request: web.Request, raw: bytes) -> web.StreamResponse:
+        """Answer a request that asks for no answer: it loads the model, or unloads it once no request runs.
+
+        Who may not steer may load, as any question does, and not unload. Raises HttpRefusal, InvalidRequestError,
+        NotReadyError.
+        """
         body = decode_body(raw, OllamaShowBody)
         name = self._checked(request, body.model)
-        self._service.generator.check_ready()
-        created = _now().isoformat().replace("+00:00", "Z")
-        text = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
-        reason = "load" if body.keep_alive not in (0, "0", "0s") else "unload"  # which the pipeline decides itself
-        reply = {"model": name, "created_at": created, **text, "done": True, "done_reason": reason}
-        return json_response(msgspec.json.encode(reply) + b"\n")
+        generator = self._service.generator
+        reason: models.Reason = "load"
+        if unloads(body.keep_alive):
+            check_steers(request)
+            if self._sleep is None:
+                raise NotServedError("nothing is unloaded here")
+            reason = "unload"
+            await self._sleep.ask()
+        elif self._sleep is not None and generator.phase.rests:
+            await self._sleep.wake()
+        else:
+            generator.check_ready()
+        return json_response(models.without_answer(name, request.path, reason, _now()))
 
     def _checked(self, request: web.Request, sent: str | None) -> str:
         """Return the served name that a client means. Raises ModelNotFoundError."""

@@ -80,7 +80,7 @@ async def test_requests_in_turn_wake_one_pipeline_and_put_the_other_to_sleep(tok
         assert [replica.n_wakes for replica in world.replicas] == [2, 2]
         await until(world.session, a="sleeping", b="ready")
         listed = {each["id"]: each["status"] for each in (await world.get("/v1/models"))["data"]}
-        assert listed == {"chat": {"value": "unloaded"}, "small": {"value": "loaded"}}
+        assert listed == {"chat": {"value": "unloaded", "args": []}, "small": {"value": "loaded", "args": []}}
         named = [[each["name"] for each in (await world.get(path))["models"]] for path in ("/api/tags", "/api/ps")]
         assert named == [["chat", "small"], ["small"]]
         assert await world.get("/v1/models/small") == (await world.get("/v1/models"))["data"][1]

@@ -9,13 +9,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relayline.coordinator.http.ollama.asking import read_chat, read_generate
+from relayline.coordinator.http.ollama.asking import read_chat, read_generate, unloads
 from relayline.coordinator.http.ollama.models import listed, shown
 from relayline.coordinator.http.requests.bodies import CompletionBody
 from relayline.coordinator.http.requests.inner_form import Inner
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
-from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
+from relayline.wire.common.errors import InvalidRequestError, NotReadyError, OverloadedError, StageLostError
 from relayline.wire.common.phase import Phase
 from tests.support.http_support import MODEL, FakeGenerator, Served, says, serving, tokens
 
@@ -131,15 +131,66 @@ async def test_log_probabilities_come_with_their_tokens(tokenizer: Tokenizer) ->
     assert (first["token"], first["logprob"], first["bytes"]) == ("h", -0.5, [ord("h")])
 
 
-async def test_a_request_without_a_question_only_loads(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer) as served:
+class Sleep:
+    """Puts a generator to sleep, and wakes it."""
+
+    def __init__(self, generator: FakeGenerator) -> None:
+        self.generator = generator
+        generator.otherwise = Phase.SLEEPING
+        self.problem: Exception | None = None
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    async def ask(self) -> dict[str, object]:
+        return self._set(is_ready=False)
+
+    async def wake(self) -> dict[str, object]:
+        return self._set(is_ready=True)
+
+    def _set(self, *, is_ready: bool) -> dict[str, object]:
+        if self.problem is not None:
+            raise self.problem
+        self.generator.ready = is_ready
+        return {}
+
+
+async def test_a_request_without_a_question_loads_or_unloads(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator()
+    sleep = Sleep(generator)
+    async with serving(tokenizer, generator, sleep=sleep) as served:
+        status, _, (plain,) = await asked(served, "/api/generate", {"model": MODEL, "keep_alive": 0})
+        assert (status, plain["done"], plain["done_reason"], plain["response"]) == (200, True, "unload", "")
+        assert not generator.ready
         status, _, (chat,) = await asked(served, "/api/chat", {"model": MODEL, "messages": []})
         assert (status, chat["done_reason"], chat["message"]["content"]) == (200, "load", "")
-        status, _, (plain,) = await asked(served, "/api/generate", {"model": MODEL, "keep_alive": 0})
-        assert (status, plain["done_reason"], plain["response"]) == (200, "unload", "")
+        assert generator.ready
+        assert (await asked(served, "/api/chat", {"model": MODEL, "messages": HI, "keep_alive": 0}))[0] == 200
+        assert generator.ready, "beside a question it is ignored"
+        generator.ready, sleep.problem = False, NotReadyError("the pipeline cannot wake: b: no memory")
+        assert await asked(served, "/api/generate", {"model": MODEL}) == (
+            503,
+            "application/json",
+            [{"error": "the pipeline cannot wake: b: no memory"}],
+        )
+        generator.ready, sleep.problem = True, InvalidRequestError("these stages do not sleep")
+        status, _, (error,) = await asked(served, "/api/generate", {"model": MODEL, "keep_alive": 0})
+        assert (status, error["error"]) == (400, "these stages do not sleep"), "nothing was unloaded"
         assert (await asked(served, "/api/generate", {"model": "other"}))[0] == 404
         assert (await asked(served, "/api/generate", {"images": ["eA=="]}))[0] == 400, "this asks for an answer"
-        assert not served.generator.requests
+        assert len(generator.requests) == 1, "the question"
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "expected"),
+    [
+        (0, True), (0.0, True), ("0", True), ("0s", True), ("0m", True), ("-0h0.0s", True), (None, False),
+        (False, False), (-1, False), (0.5, False), ("", False), ("10m", False), ("0s5m", False), ("0 s", False),
+        ([], False),
+    ],
+)  # fmt: skip
+def test_a_keep_alive_of_no_time_unloads(keep_alive: Any, expected: bool) -> None:
+    assert unloads(keep_alive) is expected
 
 
 async def test_errors_are_one_line_of_text(tokenizer: Tokenizer) -> None:

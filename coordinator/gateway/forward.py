@@ -30,7 +30,7 @@ from relayline.coordinator.http.edge.body import Request
 from relayline.coordinator.http.edge.clients import BEHALF, KEY
 from relayline.coordinator.http.edge.errors import error_body
 from relayline.coordinator.http.edge.middleware import REQUEST_ID, request_id
-from relayline.coordinator.http.edge.sse import PING, ClientGoneError, data_frame
+from relayline.coordinator.http.edge.sse import PING, ClientGoneError, data_frame, taken_by_client
 from relayline.coordinator.http.messages.errors import PATH as MESSAGES_PATH
 from relayline.coordinator.http.messages.errors import messages_error
 from relayline.coordinator.http.ollama.dialect import CONTENT_TYPE as LINES_TYPE
@@ -55,7 +55,6 @@ _OWN_OF_ANSWERS = _HOP_BY_HOP | {"date", "server", REQUEST_ID}
 _KEYS = (hdrs.AUTHORIZATION, "X-Api-Key")
 _SKIPPED = (hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT)  # aiohttp's own are not the client's
 _ELSEWHERE = (429, 503)  # another replica may have room, or be ready
-_NEVER_WAITS_BYTES = 32_768  # in a transport's buffer; writers wait from 65,536 on
 
 
 @dataclasses.dataclass(slots=True)
@@ -290,19 +289,8 @@ class Forwarder:
 
     async def write(self, request: web.Request, response: web.StreamResponse, piece: bytes) -> None:
         """Send a piece to the client. Raises ClientGoneError; a client that reads nothing is cut off."""
-        transport = request.transport
-        try:
-            if transport is not None and transport.get_write_buffer_size() + len(piece) < _NEVER_WAITS_BYTES:
-                await response.write(piece)  # as nearly always: then it needs no timer
-                return
-            async with asyncio.timeout(self._write_timeout_s):
-                await response.write(piece)
-        except TimeoutError:
-            if transport is not None:
-                transport.abort()
-            raise ClientGoneError("the client stopped reading") from None
-        except ConnectionError as error:
-            raise ClientGoneError("the client closed the connection") from error
+        async with taken_by_client(request, len(piece), self._write_timeout_s):
+            await response.write(piece)
 
 
 class _Answering:

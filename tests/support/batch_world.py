@@ -39,13 +39,14 @@ async def serving_batches(
     *,
     keys: Path | None = None,
     observer: Observer | None = None,
+    limits: HttpLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[str, Keeper]]:
     """Serve on a free loopback port; yields its URL and the keeper."""
     generator = generator or FakeGenerator()
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     control = TelemetryControl(observer or Observer(), list)
-    app = make_app(generator, ServedModel(MODEL, CREATED, tokenizer, chat), HttpLimits(), control)
+    app = make_app(generator, ServedModel(MODEL, CREATED, tokenizer, chat), limits or HttpLimits(), control)
     stopping = asyncio.Event()
     listener, kept = HttpListener(port=0, api_keys_file=keys), ServingSettings(batch_dir=str(directory), **settings)
     async with opened(app, listener, kept, generator, stopping=stopping) as (port, keeper):

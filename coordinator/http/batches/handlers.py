@@ -25,6 +25,7 @@ from relayline.coordinator.http.edge.errors import HttpRefusal, using_disk
 from relayline.coordinator.http.edge.key_file import ApiKey
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.sse import taken_by_client
 from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.wire.common.errors import FileNotStoredError, InvalidRequestError, NotServedError
 from relayline.wire.settings.setting import entry_of
@@ -114,7 +115,7 @@ class BatchHandlers:
             response.content_type, response.content_length = "application/octet-stream", file.n_bytes
             await response.prepare(request)
             if request.method != hdrs.METH_HEAD:
-                await self._send(response, opened, file.n_bytes)
+                await self._send(request, response, opened, file.n_bytes)
             await response.write_eof()
             return response
         finally:
@@ -163,9 +164,9 @@ class BatchHandlers:
             await keeper.cancel(batch)
         return _json(batch_shape(batch))
 
-    async def _send(self, response: web.StreamResponse, opened: BinaryIO, n_bytes: int) -> None:
+    async def _send(self, request: web.Request, response: web.StreamResponse, opened: BinaryIO, n_bytes: int) -> None:
         while n_bytes > 0 and (block := await asyncio.to_thread(opened.read, min(n_bytes, BLOCK_BYTES))):
-            async with asyncio.timeout(self._limits.write_timeout_s):
+            async with taken_by_client(request, len(block), self._limits.write_timeout_s):
                 await response.write(block)
             n_bytes -= len(block)
 

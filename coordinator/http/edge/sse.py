@@ -46,6 +46,22 @@ def data_frame(event: bytes) -> bytes:
     return b"data: " + event + b"\n\n"
 
 
+@contextlib.asynccontextmanager
+async def taken_by_client(request: web.Request, n_bytes: int, timeout_s: float) -> AsyncIterator[None]:
+    """Write so many bytes of an answer within. Raises ClientGoneError; a client that reads nothing is cut off."""
+    transport = request.transport
+    is_timed = transport is None or transport.get_write_buffer_size() + n_bytes >= _NEVER_WAITS_BYTES
+    try:
+        async with asyncio.timeout(timeout_s if is_timed else None):  # nearly always None, and no timer is needed
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientGoneError("the client stopped reading") from None
+    except ConnectionError as error:
+        raise ClientGoneError("the client closed the connection") from error
+
+
 class _Response(web.StreamResponse):
     _send_headers_immediately = False  # aiohttp's own
 
@@ -146,22 +162,8 @@ class EventWriter:
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         self._written_s = self._loop.time()
-        async with self._bounded(payload):
+        async with taken_by_client(self._request, len(payload), self._write_timeout_s):
             await (self.response.write_eof(payload) if is_last else self.response.write(payload))
-
-    @contextlib.asynccontextmanager
-    async def _bounded(self, payload: bytes) -> AsyncIterator[None]:
-        transport = self._request.transport
-        is_timed = transport is None or transport.get_write_buffer_size() + len(payload) >= _NEVER_WAITS_BYTES
-        try:
-            async with asyncio.timeout(self._write_timeout_s if is_timed else None):
-                yield
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientGoneError("the client stopped reading") from None
-        except ConnectionError as error:
-            raise ClientGoneError("the client closed the connection") from error
 
     def _framed(self, events: Iterable[bytes]) -> bytes:
         return b"".join(map(self._frame, events))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 
 from relayline.coordinator.batches.store import BatchStore, StoredBatch, new_id
 from relayline.coordinator.http.batches import keeper as keepers
+from relayline.coordinator.http.batches.handlers import BatchHandlers
 from relayline.coordinator.http.edge.inside import INSIDE
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.sse import ClientGoneError
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.tenants import Level
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -373,3 +377,33 @@ def test_a_torn_upload_goes_and_a_directory_has_one_owner(tmp_path: Path) -> Non
         BatchStore(tmp_path)
     with pytest.raises(UsageError, match="cannot hold batches"):
         BatchStore(tmp_path / "lock")
+
+
+async def test_a_client_that_stops_reading_a_file_is_cut_off(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, send = asyncio.get_running_loop(), BatchHandlers._send
+    ended: asyncio.Future[BaseException] = loop.create_future()
+
+    async def sent(self: BatchHandlers, *given: Any) -> None:
+        try:
+            await send(self, *given)
+        except BaseException as error:
+            ended.set_result(error)
+            raise
+
+    monkeypatch.setattr(BatchHandlers, "_send", sent)
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.setblocking(False)
+        async with (
+            serving_batches(tokenizer, tmp_path, limits=HttpLimits(write_timeout_s=0.2)) as (url, _),
+            openai_client(url) as client,
+        ):
+            file = await client.files.create(file=("in", b"x" * 20_000_000), purpose="batch")
+            host, port = url.removeprefix("http://").split(":")
+            await loop.sock_connect(reader, (host, int(port)))
+            head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n"
+            await loop.sock_sendall(reader, head.encode())
+            assert isinstance(await asyncio.wait_for(ended, WAIT_S), ClientGoneError)
+    assert "failed" not in caplog.text, "it is no failure of ours"

@@ -276,6 +276,7 @@ class LayerMover:
                 case Drop(number):
                     self._next = None
                     self._spawn(service.drop(number))
+                    self._pipeline.dispatch()  # rows that were held back for the switch leave after all
                 case Settle(after_s):
                     asyncio.get_running_loop().call_later(after_s, self._look)
                 case Switch(number):

@@ -195,6 +195,7 @@ class Mover:
                 case Drop(number):
                     for node in self._nodes:
                         clock.after(self._travel_ns(), node.process.do, functools.partial(node.drop, number))
+                    self._coordinator.carry(self._coordinator.conductor.dispatch(clock.now_ns))
                 case Settle(after_s):
                     clock.after(round(after_s * S), self.look)
                 case Switch(number):

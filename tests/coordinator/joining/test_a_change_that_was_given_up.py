@@ -59,13 +59,14 @@ class Splitting:
         conductor.availability.enter(Phase.READY, 0)
         self.moves = Moves(conductor, ("a", "b", "c"), 8, (4,), (0, 1))
         self.made: dict[tuple[int, ...], asyncio.Future[Path]] = {}
+        self.n_let_go = 0  # times that rows were let go
         balance = SimpleNamespace(on_reported=None, moves_in_s=None)
         self.epochs = SimpleNamespace(
             on_ended=None, on_stands=None, connection=None, balance=balance, file=None, stage_names=()
         )
         pipeline = SimpleNamespace(
             moves=self.moves, epochs=self.epochs, conductor=conductor, on_settling=None, planned=None,
-            file=SimpleNamespace(cuts=(4,)), ready=asyncio.Event(), is_ready=lambda: True,
+            file=SimpleNamespace(cuts=(4,)), ready=asyncio.Event(), is_ready=lambda: True, dispatch=self._dispatch,
         )  # fmt: skip
         monkeypatch.setattr(module, "_next_split", self._next_split)
         monkeypatch.setattr(module, "hand_over_ns", lambda conductor: 0)
@@ -74,6 +75,9 @@ class Splitting:
 
     def _cut(self, cuts: tuple[int, ...]) -> asyncio.Future[Path]:
         return self.made.setdefault(cuts, asyncio.get_running_loop().create_future())
+
+    def _dispatch(self) -> None:
+        self.n_let_go += not self.moves._conductor.is_held
 
     def _next_split(
         self, _held: object, _directory: Path, cuts: tuple[int, ...], before: Sequence[int | None]
@@ -153,5 +157,22 @@ async def test_the_next_change_gets_its_own_split(
         assert world.epochs.file.cuts == (2,)
         assert world.service.prepared == [(2,)]
         assert "splitting the model again failed" not in caplog.text
+    finally:
+        await world.mover.close()
+
+
+async def test_rows_that_waited_for_a_switch_leave_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer may come any more that would let them go: of all that was under way the clients have left, say."""
+    world = Splitting(monkeypatch)
+    monkeypatch.setattr(world.moves._conductor.scheduler, "under_way", lambda: {1: (1, 1)})
+    try:
+        world.mover.move((3, 6), (0, 1, 2))
+        await asyncio.sleep(0)
+        await world.make((3, 6))
+        for index in (0, 1, 2):
+            world.mover.prepared(1, index)
+        assert (world.state, world.n_let_go) == (MoveState.SETTLING, 0)
+        world.mover.left(2)  # which held no layers yet, so the epoch stands
+        assert (world.state, world.n_let_go) == (MoveState.FAILED, 1)
     finally:
         await world.mover.close()

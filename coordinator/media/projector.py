@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from relayline.coordinator.media.audio_headers import check_samples, check_seconds, checked
 from relayline.coordinator.media.cleared_rows import clearing
@@ -30,6 +30,16 @@ from relayline.wire.common.memory import address_space_bytes
 from relayline.wire.common.usable_cores import computing_cores
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# By the orientation in an image's EXIF. Pillow's `exif_transpose` writes the EXIF anew, too: it fails at odd values.
+_TURNS: dict[Any, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 _MARK = b"<__media__>"
 _USUAL_MIN_TOKENS, _LEAST_TOKENS = 256, 8  # of images in llama.cpp: the largest least number, and the smallest
 NO_LIBRARY = (
@@ -214,7 +224,9 @@ def pixels_of(data: bytes) -> npt.NDArray[np.uint8]:
                 if width * height > IMAGE_PIXELS_MAX:
                     text = f"an image of {width} x {height} pixels; at most {IMAGE_PIXELS_MAX} are taken"
                     raise InvalidRequestError(text)
-                upright = ImageOps.exif_transpose(image)
+                image.load()
+                turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+                upright = image if turn is None else image.transpose(turn)
                 if upright.has_transparency_data:
                     clear = upright.convert("RGBA")
                     upright = Image.new("RGBA", clear.size, "white")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,15 @@ def test_transparency_becomes_white_and_photographs_stand_upright() -> None:
     file, turned = io.BytesIO(), Image.Exif()
     turned[0x0112] = 6  # by a quarter
     Image.new("RGB", (3, 2)).save(file, "JPEG", exif=turned)
+    assert pixels_of(file.getvalue()).shape == (3, 2, 3)
+
+
+@pytest.mark.parametrize("tag", [0x0100, 0x011A])  # its width, its resolution
+def test_a_photograph_whose_exif_is_odd_stands_upright(tag: int) -> None:
+    entries = struct.pack("<HHIHHHHI4s", 0x0112, 3, 1, 6, 0, tag, 2, 4, b"odd\0")
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + entries + bytes(4)
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(file, "JPEG", exif=exif)
     assert pixels_of(file.getvalue()).shape == (3, 2, 3)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -133,10 +133,23 @@ def with_system(texts: list[str], messages: list[Fields]) -> list[Fields]:
 
     Templates often refuse a second one.
     """
-    texts, rest = [text for text in texts if text], list(messages)
+    contents: list[str | list[Fields]] = [text for text in texts if text]
+    rest = list(messages)
     while rest and rest[0]["role"] in ("system", "developer"):
-        texts.append(rest.pop(0)["content"])
-    return [{"role": "system", "content": "\n\n".join(texts)}, *rest] if texts else rest
+        contents.append(rest.pop(0)["content"])
+    return [{"role": "system", "content": _joined(contents)}, *rest] if contents else rest
+
+
+def _joined(contents: Sequence[str | list[Fields]]) -> str | list[Fields]:
+    """Return contents as one text, or as parts where there is an image or audio among them."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return "\n\n".join(texts)
+    return [
+        part
+        for content in contents
+        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    ]
 
 
 def event_name(event: bytes) -> bytes:

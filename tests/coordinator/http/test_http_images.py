@@ -158,6 +158,18 @@ async def test_an_image_of_another_dialect_is_named_where_its_client_had_it(toke
                 assert fault in refusal
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+async def test_instructions_may_show_an_image(role: str, tokenizer: Tokenizer) -> None:
+    image = {"type": "input_image", "image_url": url_of(b"1")}
+    turn = {"role": role, "content": [{"type": "input_text", "text": "like"}, image]}
+    body = {"instructions": "Draw", "input": [turn, {"role": "user", "content": "a cat"}], "store": False}
+    generator = FakeGenerator()
+    async with serving(tokenizer, generator, encoder=FakeEncoder()) as served:
+        await post(served, "/v1/responses", body)
+    (asked,) = generator.requests
+    assert [each.end - each.start for each in asked.images] == [N_ROWS]
+
+
 async def test_counts_encode_nothing(tokenizer: Tokenizer) -> None:
     encoder = FakeEncoder()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png",

@@ -23,14 +23,15 @@ JSON = st.recursive(
     max_leaves=8,
 )
 ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
-PART_KINDS = ("text", "input_text", "output_text", "refusal", "image", "document", "function")
+PART_KINDS = ("text", "input_text", "output_text", "refusal", "input_image", "image", "document", "function")
 BLOCK_KINDS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 KINDS = st.sampled_from((*ITEM_KINDS, *PART_KINDS, *BLOCK_KINDS))
 TEXTS = ("text", "id", "name", "input", "content", "source", "thinking")
 PART = st.fixed_dictionaries(
     {"type": KINDS},
     optional={
-        key: st.text(max_size=5) | JSON for key in ("text", "id", "name", "input", "content", "source", "thinking")
+        key: st.text(max_size=5) | JSON
+        for key in ("text", "id", "name", "input", "content", "source", "thinking", "image_url")
     },
 )
 ITEM = st.fixed_dictionaries(

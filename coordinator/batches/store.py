@@ -23,20 +23,22 @@ from typing import Any, Literal
 
 import msgspec
 
+from relayline.coordinator.batches.message_lines import is_unasked
 from relayline.coordinator.batches.output_file import OutputFile, count_lines
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.files import naming, write_file
 from relayline.wire.common.own_directory import OWN_FILE_MODE, OwnDirectory
 
 FILES, BATCHES, WORK = "files", "batches", "work"
-_NAMES = {FILES: "file-*.json", BATCHES: "batch_*.json"}
+_NAMES = {FILES: "file-*.json", BATCHES: "*batch_*.json"}
 META_BYTES_MAX = 1 << 20  # of one .json: 16 fields of a client, and 20 problems
 ROOM_BYTES = 64 << 10  # that a batch holds: for its own .json twice, and for those of its two files
 MODE = OWN_FILE_MODE
 Purpose = Literal["batch", "batch_output"]
+Form = Literal["openai", "messages"]  # whose API made a batch: of /v1/batches, or of /v1/messages/batches
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
-_OWN = re.compile(r"file-[0-9a-f]{24}(\.json)?|\.(file-|batch_)[0-9a-f]{24}\.json\.[0-9a-f]{8}")
-_ROOM = re.compile(r"\.?(batch_[0-9a-f]{24})\.room(\.[0-9a-f]{8})?")
+_OWN = re.compile(r"file-[0-9a-f]{24}(\.json)?|\.(file-|(msg)?batch_)[0-9a-f]{24}\.json\.[0-9a-f]{8}")
+_ROOM = re.compile(r"\.?((?:msg)?batch_[0-9a-f]{24})\.room(\.[0-9a-f]{8})?")
 ENDED: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
@@ -65,6 +67,7 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     """One batch. The `_at` fields say when it came to a state."""
 
     id: str
+    form: Form = "openai"
     owner: str
     client: str
     """Of the key that made it, as stored responses know it."""
@@ -90,6 +93,8 @@ class StoredBatch(msgspec.Struct, kw_only=True):
     n_requests: int = 0
     n_answered: int = 0
     n_failed: int = 0
+    n_unasked: int = 0
+    """Of the failed requests of a message batch that has ended, those that were cancelled, or expired."""
     has_output: bool = False
     has_errors: bool = False
     ending: Status | None = None
@@ -171,7 +176,11 @@ class BatchStore:
         self._shelve_batch(batch)
 
     def delete_batch(self, batch_id: str) -> None:
-        """Forget a batch; its files stay. Raises OSError."""
+        """Forget a batch; its files stay, except those of a message batch. Raises OSError."""
+        known = self.batches.get(batch_id)
+        if known is not None and known.form == "messages":
+            for file_id in (known.input_id, known.output_id, known.error_id):
+                self.delete_file(file_id)
         self._meta(BATCHES, batch_id).unlink(missing_ok=True)
         self._room(batch_id).unlink(missing_ok=True)
         batch = self.batches.pop(batch_id, None)
@@ -207,6 +216,9 @@ class BatchStore:
                 self.keep_file(file)
         batch.has_output, batch.has_errors = batch.output_id in self.files, batch.error_id in self.files
         batch.n_answered, batch.n_failed = n_lines
+        if batch.form == "messages" and batch.has_errors:
+            with self.path_of(batch.error_id).open("rb") as lines:
+                batch.n_unasked = sum(map(is_unasked, lines))
 
     def _load(self) -> None:
         known = {batch.id: batch for batch in self._read(BATCHES, StoredBatch)}

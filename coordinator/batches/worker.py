@@ -22,6 +22,7 @@ import msgspec
 from relayline.coordinator.batches.asking import Asking
 from relayline.coordinator.batches.input_file import BadInputError, Known, check_input, waiting_requests
 from relayline.coordinator.batches.lines import Outcome
+from relayline.coordinator.batches.message_lines import CANCELLED, EXPIRED, FAILED
 from relayline.coordinator.batches.output_file import OutputFile
 from relayline.coordinator.batches.patience import Terms
 from relayline.coordinator.batches.store import MODE
@@ -60,7 +61,11 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Empty: all requests have an outcome; else why the work ended."""
 
 
-_MARKS = {"batch_expired": "This request could not be executed before the completion window expired."}
+_MARKS = {
+    EXPIRED: "This request could not be executed before the completion window expired.",
+    CANCELLED: "This request was not executed: its batch was cancelled.",
+    FAILED: "This request was not executed: its batch has failed.",
+}
 
 
 def main() -> None:

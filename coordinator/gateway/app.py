@@ -287,6 +287,8 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         every("/v1/files/{path:.+}", gateway.needs_name),
         every("/v1/batches", gateway.needs_name),
         every("/v1/batches/{path:.+}", gateway.needs_name),
+        every("/v1/messages/batches", gateway.needs_name),
+        every("/v1/messages/batches/{path:.+}", gateway.needs_name),
         web.get("/v1/traces/{id}", gateway.looked_for),
         web.post("/v1/requests/{id}/cancel", gateway.looked_for),
         web.post(f"{RESPONSES_PATH}/input_tokens", gateway.passed_on),

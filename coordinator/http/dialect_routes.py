@@ -5,6 +5,8 @@ from __future__ import annotations
 from aiohttp import web
 
 from relayline.coordinator.http.batches.handlers import BatchHandlers
+from relayline.coordinator.http.batches.message_handlers import MessageBatchHandlers
+from relayline.coordinator.http.batches.room import Room
 from relayline.coordinator.http.edge.route_names import RERANK_PATHS, SCORE_PATHS, TRANSCRIPTION_PATHS
 from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
 from relayline.coordinator.http.llama.handlers import LlamaHandlers
@@ -36,7 +38,7 @@ def add_dialects(app: web.Application, service: Service, sleep: SleepControl | N
 def _routes(service: Service, responses: ResponseHandlers, sleep: SleepControl | None) -> list[web.RouteDef]:
     messages, llama = MessageHandlers(service), LlamaHandlers(service)
     embeddings, rankings = EmbeddingHandlers(service), RerankHandlers(service)
-    transcriptions = TranscriptionHandlers(service)
+    transcriptions, room = TranscriptionHandlers(service), Room()
     return [
         web.post("/v1/responses", responses.create),
         web.post("/v1/responses/input_tokens", responses.count),
@@ -55,7 +57,8 @@ def _routes(service: Service, responses: ResponseHandlers, sleep: SleepControl |
         web.post("/v1/messages", messages.create),
         *(web.post(path, transcriptions.create) for path in TRANSCRIPTION_PATHS),
         web.post("/v1/messages/count_tokens", messages.count),
-        *BatchHandlers(service.limits).routes(),
+        *BatchHandlers(service.limits, room).routes(),
+        *MessageBatchHandlers(service.limits, room).routes(),
         *_ollama_routes(OllamaHandlers(service, sleep)),
     ]
 

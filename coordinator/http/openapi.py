@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from relayline.coordinator.http.batches.bodies import BatchBody, FileForm
+from relayline.coordinator.http.batches.bodies import BatchBody, FileForm, MessageBatchBody
 from relayline.coordinator.http.edge.errors import ErrorBody
 from relayline.coordinator.http.edge.route_names import RERANK_PATHS, SCORE_PATHS, TRANSCRIPTION_PATHS
 from relayline.coordinator.http.embeddings.asking import EmbeddingsBody
@@ -64,6 +64,7 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/api/embeddings"): OllamaEmbedBody,
     ("POST", "/v1/files"): FileForm,
     ("POST", "/v1/batches"): BatchBody,
+    ("POST", "/v1/messages/batches"): MessageBatchBody,
     ("PUT", "/v1/telemetry"): bodies.TelemetryBody,
 }
 # The same -> the type of what status 200 brings, where it has one.
@@ -79,7 +80,7 @@ _STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
               *TRANSCRIPTION_PATHS}  # fmt: skip
 _STREAMING_LINES = {"/api/chat", "/api/generate", "/api/pull"}  # of JSON
 _PLAIN = {"/metrics"}  # text, not JSON
-_FILES = {"/v1/files/{id}/content"}  # the bytes of a file
+_FILES = {"/v1/files/{id}/content", "/v1/messages/batches/{id}/results"}  # the bytes of a file
 _FORMS = {*TRANSCRIPTION_PATHS, "/v1/files"}  # multipart/form-data
 _REF = "#/components/schemas/{name}"
 _ERRORS = {

@@ -132,7 +132,7 @@ def _grants(grants: Mapping[str, int], label: dict[str, str]) -> list[Metric]:
 _BATCH_COUNTS = (
     Count(
         names.METRIC_OFFLINE_BATCHES,
-        "Batches of /v1/batches that run, and that wait for their turn",
+        "Kept batches that run, and that wait for their turn",
         names.LABEL_STATE,
         {"running": "running", "waiting": "waiting"},
     ),

@@ -645,8 +645,8 @@ class ServingSettings(Settings):
     batch_dir: str = setting(
         "",
         """
-    Directory for OpenAI's /v1/files and /v1/batches, on the coordinator's host. It keeps them over restarts. Empty:
-    no files and batches.""",
+    Directory for /v1/files, /v1/batches and /v1/messages/batches, on the coordinator's host. It keeps them over
+    restarts. Empty: no files and batches.""",
         flag="--batch-dir",
         place="coordinator.batchDir",
         reader=COORDINATOR,

@@ -10,8 +10,8 @@ from pathlib import Path
 from aiohttp import web
 
 from relayline.coordinator.batches.store import BatchStore
-from relayline.coordinator.http.batches.handlers import KEEPER
 from relayline.coordinator.http.batches.keeper import BATCH_HEADER, Keeper
+from relayline.coordinator.http.batches.own import KEEPER
 from relayline.coordinator.http.edge.inside import Inside
 from relayline.coordinator.sessions.generation import Generator
 from relayline.wire.common.places import expanded

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 import time
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import msgspec
@@ -15,39 +13,29 @@ from aiohttp import hdrs, web
 from relayline.coordinator.batches.lines import SERVED_URLS
 from relayline.coordinator.batches.store import StoredBatch, StoredFile, new_id
 from relayline.coordinator.http.batches.bodies import BatchBody
-from relayline.coordinator.http.batches.keeper import Keeper
+from relayline.coordinator.http.batches.own import disk, keeper_of, kept, limit_of, owner_of, window_of
 from relayline.coordinator.http.batches.room import Room
 from relayline.coordinator.http.batches.shapes import batch_shape, file_shape, page_of
 from relayline.coordinator.http.batches.uploads import Uploaded, receive
 from relayline.coordinator.http.edge.body import read_small
-from relayline.coordinator.http.edge.clients import CLIENT, KEY, PAYER, Payer, tenant_of
-from relayline.coordinator.http.edge.errors import HttpRefusal, using_disk
-from relayline.coordinator.http.edge.key_file import ApiKey
+from relayline.coordinator.http.edge.clients import CLIENT, PAYER, Payer, tenant_of
+from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.edge.sse import taken_by_client
 from relayline.coordinator.http.requests.bodies import decode_body
-from relayline.wire.common.errors import FileNotStoredError, InvalidRequestError, NotServedError
-from relayline.wire.settings.setting import entry_of
-from relayline.wire.settings.table import ServingSettings
+from relayline.wire.common.errors import FileNotStoredError, InvalidRequestError
 
-KEEPER = web.AppKey("batch_keeper", Keeper)  # of an application that keeps files and batches
-PAGE_DEFAULT, PAGE_MAX = 20, 10_000
+PAGE_MAX = 10_000
 BLOCK_BYTES = 256 * 1024
-_WINDOW = re.compile(r"([1-9][0-9]{0,3})(h|d)")
-_UNIT_S = {"h": 3_600, "d": 86_400}
-WINDOW_MAX_S = 30 * 86_400
 EXPIRY_MAX_S = 10 * 365 * 86_400
-
-K = TypeVar("K", StoredFile, StoredBatch)
 
 
 class BatchHandlers:
     """The handlers of one application; without a keeper in it each answers 501."""
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
-        self._room = Room()
+    def __init__(self, limits: HttpLimits, room: Room) -> None:
+        self._limits, self._room = limits, room
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
@@ -65,15 +53,15 @@ class BatchHandlers:
 
     async def upload(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/files: a form with a file and its purpose."""
-        keeper = _keeper(request)
-        store, owner = keeper.store, _owner_of(request)
+        keeper = keeper_of(request)
+        store, owner = keeper.store, owner_of(request)
         with self._room.taking(store, keeper.limits, owner, request.content_length) as n_max:
             file_id = new_id("file-")
             try:
-                with _disk():
+                with disk():
                     found = await receive(request, store.path_of(file_id), n_max)
                 file = _received(file_id, owner, found, int(time.time()))
-                with _disk():
+                with disk():
                     await keeper.call(store.keep_file, file)
             except BaseException:  # a client that has left, too
                 await keeper.drop_unkept(file_id)
@@ -83,31 +71,31 @@ class BatchHandlers:
     async def files(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files: the newest first unless `order` is asc; of one `purpose` if it is given."""
         purpose = request.query.get("purpose")
-        own = list(_keeper(request).store.files_of.get(_owner_of(request), {}).values())
+        own = list(keeper_of(request).store.files_of.get(owner_of(request), {}).values())
         found = [file for file in own if purpose in (None, file.purpose)]
         if request.query.get("order", "desc") != "asc":
             found.reverse()
-        return _json(page_of(found, file_shape, request.query.get("after"), _limit(request)))
+        return _json(page_of(found, file_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files/{id}."""
-        return _json(file_shape(_found(request, _keeper(request).store.files, "file")))
+        return _json(file_shape(kept(request, keeper_of(request).store.files, "file")))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/files/{id}."""
-        keeper = _keeper(request)
-        file = _found(request, keeper.store.files, "file")
+        keeper = keeper_of(request)
+        file = kept(request, keeper.store.files, "file")
         if user := keeper.user_of(file):
             raise InvalidRequestError(f"{user} still reads this file; cancel it first")
-        with _disk():
+        with disk():
             await keeper.call(keeper.store.delete_file, file.id)
         return _json({"id": file.id, "object": "file", "deleted": True})
 
     async def content(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files/{id}/content: the file, block by block."""
-        keeper = _keeper(request)
-        file = _found(request, keeper.store.files, "file")
-        with _disk():
+        keeper = keeper_of(request)
+        file = kept(request, keeper.store.files, "file")
+        with disk():
             opened = await asyncio.to_thread(keeper.store.path_of(file.id).open, "rb")
         try:
             headers = {hdrs.CONTENT_DISPOSITION: f"attachment; filename*=UTF-8''{quote(file.filename)}"}
@@ -123,13 +111,13 @@ class BatchHandlers:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/batches."""
-        keeper = _keeper(request)
+        keeper = keeper_of(request)
         body = decode_body(await read_small(request), BatchBody)
         if body.endpoint not in SERVED_URLS:
             raise InvalidRequestError.of_field("endpoint", f"must be one of {', '.join(SERVED_URLS)}")
-        window_s = _window_of(body.completion_window)
+        window_s = window_of(body.completion_window)
         file = keeper.store.files.get(body.input_file_id)
-        if file is None or file.owner != _owner_of(request):
+        if file is None or file.owner != owner_of(request):
             raise FileNotStoredError(f"input_file_id: no file {body.input_file_id[:100]!r} here", "input_file_id")
         if file.purpose != "batch":
             raise InvalidRequestError.of_field("input_file_id", "is the output of a batch, not a file of requests")
@@ -141,26 +129,27 @@ class BatchHandlers:
             output_id=new_id("file-"), error_id=new_id("file-"), window=body.completion_window,
             metadata=body.metadata, created_at=now_s, expires_at=now_s + window_s,
         )  # fmt: skip
-        with _disk():
+        with disk():
             await keeper.begin(batch)
         return _json(batch_shape(batch))
 
     async def batches(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/batches: the newest first."""
-        found = list(_keeper(request).store.batches_of.get(_owner_of(request), {}).values())[::-1]
-        return _json(page_of(found, batch_shape, request.query.get("after"), _limit(request)))
+        every = keeper_of(request).store.batches_of.get(owner_of(request), {}).values()
+        found = [batch for batch in every if batch.form == "openai"][::-1]
+        return _json(page_of(found, batch_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/batches/{id}."""
-        return _json(batch_shape(_found(request, _keeper(request).store.batches, "batch")))
+        return _json(batch_shape(_found(request)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/batches/{id}/cancel: it is cancelled once its running requests are."""
-        keeper = _keeper(request)
-        batch = _found(request, keeper.store.batches, "batch")
+        keeper = keeper_of(request)
+        batch = _found(request)
         if batch.is_ended:
             raise HttpRefusal(409, f"this batch is {batch.status}; it cannot be cancelled any more", "batch_ended")
-        with _disk():
+        with disk():
             await keeper.cancel(batch)
         return _json(batch_shape(batch))
 
@@ -171,8 +160,11 @@ class BatchHandlers:
             n_bytes -= len(block)
 
 
-def _disk() -> contextlib.AbstractContextManager[None]:
-    return using_disk("the disk with the files of batches")
+def _found(request: web.Request) -> StoredBatch:
+    batch = kept(request, keeper_of(request).store.batches, "batch")
+    if batch.form != "openai":
+        raise FileNotStoredError(f"{batch.id} is a batch of /v1/messages/batches")
+    return batch
 
 
 def _received(file_id: str, owner: str, found: Uploaded, now_s: int) -> StoredFile:
@@ -183,43 +175,6 @@ def _received(file_id: str, owner: str, found: Uploaded, now_s: int) -> StoredFi
         id=file_id, owner=owner, filename=found.filename, purpose="batch", n_bytes=found.n_bytes or 0,
         created_at=now_s, expires_at=_expiry_of(found.fields, now_s),
     )  # fmt: skip
-
-
-def _keeper(request: web.Request) -> Keeper:
-    keeper: Keeper | None = request.app.get(KEEPER)
-    if keeper is None:
-        flag = entry_of(ServingSettings, "batch_dir").flag
-        raise NotServedError(f"no files and batches are kept here; start the coordinator with {flag} DIR")
-    return keeper
-
-
-def _owner_of(request: web.Request) -> str:
-    """Return whose the files of a request are: the name of its key, of a key without one what the key is."""
-    key: ApiKey | None = request.get(KEY)
-    return "" if key is None else key.lasting_name
-
-
-def _found(request: web.Request, every: dict[str, K], what: str) -> K:
-    name = request.match_info["id"]
-    found = every.get(name)
-    if found is None or found.owner != _owner_of(request):
-        raise FileNotStoredError(f"no {what} {name[:100]!r} is kept here")
-    return found
-
-
-def _limit(request: web.Request) -> int:
-    text = request.query.get("limit", str(PAGE_DEFAULT))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= PAGE_MAX):
-        raise InvalidRequestError.of_field("limit", f"must be a number from 1 to {PAGE_MAX}")
-    return int(text)
-
-
-def _window_of(text: str) -> int:
-    match = _WINDOW.fullmatch(text)
-    window_s = int(match[1]) * _UNIT_S[match[2]] if match else 0
-    if not 0 < window_s <= WINDOW_MAX_S:
-        raise InvalidRequestError.of_field("completion_window", "must be hours or days, as in 24h, at most 30d")
-    return window_s
 
 
 def _expiry_of(fields: dict[str, str], now_s: int) -> int | None:

@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import web
 
 from relayline.coordinator.batches.asking import streams_for
+from relayline.coordinator.batches.message_lines import CANCELLED, EXPIRED, FAILED
 from relayline.coordinator.batches.store import BatchStore, Problem, Status, StoredBatch, StoredFile
 from relayline.coordinator.batches.worker import Order, Told
 from relayline.coordinator.http.batches.room import keep_new
@@ -43,8 +44,10 @@ SWEEP_S = 60.0  # between two looks for what has expired
 ENDINGS_MAX = 4  # batches that are ended without a place among those that run
 DEATHS_MAX = 5  # of the process of one batch, in a row without an answer
 DEATH_PAUSE_S = 2.0
+MARKS_MAX = 2  # tries to name what was not asked: the first one ends early where the batch is cancelled meanwhile
 TOLD_BYTES_MAX = 1 << 20
 _AWAITED = (Phase.READY, Phase.SLEEPING, Phase.WAKING)  # phases in which a request is answered, now or soon
+_MARKS: dict[Status, str] = {"expired": EXPIRED, "cancelled": CANCELLED, "failed": FAILED}
 _WORKER = "relayline.coordinator.batches.worker"
 
 T = TypeVar("T")
@@ -84,9 +87,12 @@ class Keeper:
             raise NotReadyError("the coordinator ends, and the next one has its files and batches")
         return await asyncio.get_running_loop().run_in_executor(self._io, function, *arguments)
 
-    async def begin(self, batch: StoredBatch) -> None:
-        """Keep a new batch, and work on it when its turn comes. Raises InvalidRequestError where there is no place."""
-        await self.call(keep_new, self.store, self.limits, batch)
+    async def begin(self, batch: StoredBatch, file: StoredFile | None = None) -> None:
+        """Keep a new batch, and work on it when its turn comes. Raises InvalidRequestError where there is no place.
+
+        `file`: of its requests, where that is not kept yet.
+        """
+        await self.call(keep_new, self.store, self.limits, batch, file)
         self._changed.set()
 
     async def cancel(self, batch: StoredBatch) -> None:
@@ -231,15 +237,23 @@ class Keeper:
             self._changed.set()
 
     async def _end_of(self, batch: StoredBatch, work: _Work) -> Status:
-        """Work on a batch until it needs no more than to be finished; returns how it ends."""
-        if batch.status == "cancelling":
-            return "cancelled"
-        try:
-            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
-                return await self._asked(batch, work)
-        except TimeoutError:
-            await self._told(batch, work, mark="batch_expired")
-            return "expired"
+        """Work on a batch until it needs no more than to be finished; returns how it ends.
+
+        Requests that were not asked get a line that says why. Of OpenAI's batches only those have one that expired.
+        """
+        status: Status = "cancelled"
+        if batch.status != "cancelling":
+            try:
+                async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                    status = await self._asked(batch, work)
+            except TimeoutError:
+                status = "expired"
+        mark = _MARKS.get(status, "")
+        if mark and (batch.form == "messages" or status == "expired"):
+            for _ in range(MARKS_MAX):
+                if await self._told(batch, work, mark) is not None:
+                    break
+        return status
 
     async def _asked(self, batch: StoredBatch, work: _Work) -> Status:
         n_deaths = 0
@@ -275,7 +289,7 @@ class Keeper:
         work.stop = process.stdin.close
         try:
             process.stdin.write(msgspec.json.encode(self._order(batch, mark)) + b"\n")
-            if batch.status == "cancelling":  # meanwhile
+            if batch.status == "cancelling" and not mark:  # meanwhile
                 return None
             async for line in process.stdout:
                 last = msgspec.json.decode(line, type=Told)
@@ -319,6 +333,9 @@ class Keeper:
         batch.ending = status
         await self._move(batch, "finalizing" if status == "completed" else batch.status)
         await self.call(self.store.publish, batch, int(time.time()))
+        if batch.form == "messages":  # its client knows no files
+            with contextlib.suppress(OSError):  # it goes with the batch
+                await self.call(self.store.delete_file, batch.input_id)
         await self._move(batch, status)
         log.info("%s: %s, %d answered, %d failed", batch.id, status, batch.n_answered, batch.n_failed)
 

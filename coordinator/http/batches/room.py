@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from relayline.coordinator.batches.store import BatchStore, StoredBatch
+from relayline.coordinator.batches.store import BatchStore, StoredBatch, StoredFile
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.common.texts import counted
@@ -60,13 +60,22 @@ class Room:
             self._bytes_under_way -= Counter({owner: n_held})
 
 
-def keep_new(store: BatchStore, limits: ServingSettings, batch: StoredBatch) -> None:
+def keep_new(store: BatchStore, limits: ServingSettings, batch: StoredBatch, file: StoredFile | None = None) -> None:
     """Keep a new batch, in the place of one that has ended where there is no other: one at most, and none if it fails.
 
-    Blocks, as the store does. Raises InvalidRequestError where there is no place, and OSError.
+    `file`: of its requests, where that is not kept yet; it is kept or not as the batch is. Blocks, as the store does.
+    Raises InvalidRequestError where there is no place, and OSError.
     """
     oldest = to_forget(store, limits, batch.owner)
-    store.keep_new_batch(batch)
+    if file is not None:
+        store.keep_file(file)
+    try:
+        store.keep_new_batch(batch)
+    except OSError:
+        if file is not None:
+            with contextlib.suppress(OSError):
+                store.delete_file(file.id)
+        raise
     if oldest is None:
         return
     try:

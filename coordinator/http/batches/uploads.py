@@ -64,6 +64,37 @@ async def receive(request: web.Request, path: Path, n_max: int) -> Uploaded:
     return found
 
 
+async def receive_body(request: web.Request, path: Path, n_max: int) -> None:
+    """Write the body of a request to `path`; after an error it is gone.
+
+    Raises HttpRefusal for one of more than `n_max` bytes or that comes too slowly, and OSError.
+    """
+    assert isinstance(request, Request)
+    if (request.content_length or 0) > n_max:
+        raise _too_large(n_max)
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise HttpRefusal(415, "the requests of a batch are sent uncompressed", "unsupported_encoding")
+    file, n_bytes = await asyncio.to_thread(_create, path), 0
+    try:
+        with request.receiving() as limits:
+            pace = _Pace(limits, n_max)
+            while True:
+                async with pace.next():
+                    piece = await request.content.read(PIECE_BYTES)
+                if not piece:
+                    return
+                pace.count(len(piece))
+                n_bytes += len(piece)
+                if n_bytes > n_max:
+                    raise _too_large(n_max)
+                await asyncio.to_thread(_write, file, piece)
+    except BaseException:
+        await asyncio.to_thread(_remove, path)
+        raise
+    finally:
+        file.close()
+
+
 class _Pace:
     """How fast a client must send, and how much it may."""
 

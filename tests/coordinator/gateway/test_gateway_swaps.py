@@ -230,6 +230,8 @@ async def test_a_pipeline_that_dies_gives_its_place_away(tokenizer: Tokenizer) -
         ("POST", "/sleep", False),
         ("POST", "//v1//tokenize/", False),
         ("POST", "/v1/messages/count_tokens", False),
+        ("POST", "/v1/messages/batches", True),
+        ("POST", "/v1/messages/batches/msgbatch_1/cancel", False),
         ("POST", "/v1/responses/resp_1/cancel", False),
         ("POST", "/v1/pipeline/drain", False),
         ("GET", "/v1/responses/resp_1", False),

@@ -187,6 +187,7 @@ def _with_defaults(sent: LlamaBody) -> CompletionBody:
     fields["logprobs"] = n_probs or None
     fields["n"] = sent.n_cmpl or sent.n
     fields["return_token_ids"] = True
+    fields["stream_options"] = None  # every answer's last event has its counts
     if sent.seed == RANDOM_SEED:
         fields["seed"] = -1
     if sent.n_predict is not None:  # its first name for this counts most; the first token is always picked

@@ -88,6 +88,14 @@ async def test_a_stream_ends_with_an_event_that_says_stop(tokenizer: Tokenizer) 
     assert request.max_tokens == 512 - len(request.prompt_tokens)  # n_predict is -1
 
 
+async def test_a_stream_has_no_event_for_usage_of_its_own(tokenizer: Tokenizer) -> None:
+    wished = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "x", "stream": True, "stream_options": wished}
+    (*partial, last), _ = await asked(tokenizer, "/completion", says(b"abc"), **body)
+    assert [event["stop"] for event in (*partial, last)] == [False] * 4 + [True]
+    assert last["tokens_predicted"] == 4
+
+
 async def test_a_stop_word_is_named_and_fields_are_chosen(tokenizer: Tokenizer) -> None:
     fields = ["content", "stopping_word", "stop_type", "generation_settings/n_predict", "nothing/here"]
     body = {"prompt": "x", "n_predict": 9, "stop": ["c"], "response_fields": fields}

@@ -45,8 +45,8 @@ def requests(*names: str, **params: Any) -> list[dict[str, Any]]:
 class Client:
     """A client of one server, as raw JSON."""
 
-    def __init__(self, session: aiohttp.ClientSession, keeper: Keeper | None = None) -> None:
-        self.session, self.keeper = session, keeper
+    def __init__(self, session: aiohttp.ClientSession, url: str, keeper: Keeper | None = None) -> None:
+        self.session, self.url, self.keeper = session, url, keeper
 
     async def ask(self, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
         sent = {"json": body} if body is not None else {}
@@ -89,7 +89,7 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving_client(tokenizer: Tokenizer, *given: Any, **more: Any) -> AsyncIterator[Client]:
     async with serving_batches(tokenizer, *given, **more) as (url, keeper), aiohttp.ClientSession(url) as session:
-        yield Client(session, keeper)
+        yield Client(session, url, keeper)
 
 
 def counts(**more: int) -> dict[str, int]:
@@ -289,7 +289,7 @@ async def test_there_is_a_place_for_a_message_batch_or_nothing_of_it_is_kept(
 ) -> None:
     async with serving_client(tokenizer, tmp_path, Held(), batch_files=2) as client:
         made = await client.begin(requests("a"))
-        async with openai_client(str(client.session._base_url)) as openai:
+        async with openai_client(client.url) as openai:
             await openai.files.create(file=("in", b"x"), purpose="batch")
         status, found = await client.ask("POST", "", {"requests": requests("b")})
         assert (status, "2 files are kept" in found["error"]["message"]) == (400, True)
@@ -300,7 +300,7 @@ async def test_there_is_a_place_for_a_message_batch_or_nothing_of_it_is_kept(
 async def test_message_batches_and_openais_are_listed_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with (
         serving_client(tokenizer, tmp_path) as client,
-        openai_client(str(client.session._base_url)) as openai,
+        openai_client(client.url) as openai,
     ):
         made = [(await client.begin(requests("a")))["id"] for _ in range(3)][::-1]
         theirs = await ended(openai, (await begun(openai, request_lines("a"))).id)
@@ -340,7 +340,7 @@ async def test_message_batches_are_their_keys_own(tokenizer: Tokenizer, tmp_path
         aiohttp.ClientSession(url, headers={"X-Api-Key": BOB}) as his,
         aiohttp.ClientSession(url) as nobodys,
     ):
-        alice, bob = Client(hers, keeper), Client(his, keeper)
+        alice, bob = Client(hers, url, keeper), Client(his, url, keeper)
         done = await alice.ended((await alice.begin(requests("a")))["id"])
         assert done["request_counts"] == counts(succeeded=1)
         assert generator.requests[0].tenant.name == "(batch) alice"
@@ -350,11 +350,11 @@ async def test_message_batches_are_their_keys_own(tokenizer: Tokenizer, tmp_path
         theirs = await bob.ended((await bob.begin(requests("b")))["id"])
         result = (await bob.results(theirs))["b"]
         assert result["error"]["error"]["type"] == "not_found_error", "it may use the models of its key alone"
-        status, found = await Client(nobodys).ask("GET", "")
+        status, found = await Client(nobodys, url).ask("GET", "")
         assert (status, found["error"]["type"]) == (401, "authentication_error")
 
 
 async def test_without_a_directory_there_are_no_message_batches(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as served, aiohttp.ClientSession(served.url) as session:
-        status, found = await Client(session).ask("POST", "", {"requests": requests("a")})
+        status, found = await Client(session, served.url).ask("POST", "", {"requests": requests("a")})
         assert (status, found["type"], "--batch-dir DIR" in found["error"]["message"]) == (501, "error", True)

@@ -276,7 +276,7 @@ async def test_errors_have_their_own_form(tokenizer: Tokenizer) -> None:
         assert (status, body["error"]["type"]) == (503, "overloaded_error")
         status, body = await ask(model="other")
         assert (status, body["error"]["type"]) == (404, "not_found_error")
-        status, body = await ask("/batches")
+        status, body = await ask("/nothing")
         assert (status, body["error"]["type"]) == (404, "not_found_error")
         events = await ask.events()
         assert events[-1][0] == "error"

@@ -43,8 +43,9 @@ _BESIDE_PROPERTIES = {
 _SCHEMAS = {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"}
 
 
-# Formats of texts that llguidance holds answers to. Any other is an annotation, as JSON Schema says.
-_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+# Formats of texts that llguidance holds answers to. Any other is an annotation, as JSON Schema says. No set: in what
+# clients send a format may be any JSON.
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 # llguidance's own rules for times have no end: a small model writes digits of a fraction until its tokens are used up.
 _ZONE = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]{{1,9}})?{_ZONE}"

@@ -540,8 +540,9 @@ def test_one_rule_that_cannot_be_followed_leaves_the_others(part: dict[str, Any]
     assert [*weaker(schema, is_strict=True)] == [schema], "to the letter or not at all"
 
 
-def test_a_format_that_nobody_has_to_know_is_an_annotation() -> None:
-    schema = {"properties": {"format": {"type": "string", "format": "password"}, "at": {"format": "date"}}}
+@pytest.mark.parametrize("kind", ["password", {"is": "odd"}, ["date"]])
+def test_a_format_that_nobody_has_to_know_is_an_annotation(kind: Any) -> None:
+    schema = {"properties": {"format": {"type": "string", "format": kind}, "at": {"format": "date"}}}
     (strictly,) = weaker(schema, is_strict=True)
     assert strictly == {"properties": {"format": {"type": "string"}, "at": {"format": "date"}}}
     assert not fault_of(f"start: %json {json.dumps(strictly)}")

@@ -305,6 +305,8 @@ NO_BODY = {  # the path has the parameter
     "/v1/requests/{id}/cancel",
     "/v1/files/{id}",
     "/v1/batches/{id}/cancel",
+    "/v1/messages/batches/{id}",
+    "/v1/messages/batches/{id}/cancel",
 }
 
 

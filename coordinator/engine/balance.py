@@ -44,10 +44,8 @@ class Balance:
             nonlocal n_seen
             scheduler.refresh(costs, held)
             n_steps, n_seen = scheduler.n_decode_landed - n_seen, scheduler.n_decode_landed
-            overhead_ns, now_ns = scheduler.planner.round_trip.ns, time.monotonic_ns()
-            found = self._watch.look(
-                costs, scheduler.n_decoding, n_steps=n_steps, overhead_ns=overhead_ns, now_ns=now_ns
-            )
+            round_trip, now_ns = scheduler.planner.round_trip, time.monotonic_ns()
+            found = self._watch.look(costs, scheduler.n_decoding, n_steps=n_steps, round_trip=round_trip, now_ns=now_ns)
             if found is not None:
                 log.warning("%s", found.words(self._stage_names()))
             if (reported := self._watch.reported) is not None:

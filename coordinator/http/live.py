@@ -19,6 +19,7 @@ from relayline.coordinator.observe.live_view import LiveView, Seen
 from relayline.coordinator.observe.step_looks import StepLooks, steps_asked
 from relayline.coordinator.planner.costs import Edges
 from relayline.coordinator.planner.running_plan import RunningPlan, Variant, other_layers, running_plan
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.shared_devices import device_numbers
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import Generator
@@ -42,27 +43,28 @@ class _Planner:
         self, costs: Sequence[StageCost], edges: Edges, names: Sequence[str], described: Mapping[str, object]
     ) -> None:
         self._costs, self.edges, self._names, self._described = costs, edges, names, described
-        running, lanes = described.get("plan"), described.get("lanes")
-        self._overhead_ns = float(running.get("overhead_ns", 0.0)) if isinstance(running, dict) else 0.0
+        self._round_trips, lanes = _round_trips(described.get("plan")), described.get("lanes")
         self._n_lanes = lanes if isinstance(lanes, int) else 1
 
     def all(self) -> _Plans:
         """Return the plans, and who was to get which layers; takes a while."""
         ctx_tokens, planned = self._described.get("ctx_tokens"), self._described.get("planned")
+        unequal = self._described.get("imbalance")
         found = running_plan(
             self._costs,
             self.edges,
             self._names,
-            overhead_ns=self._overhead_ns,
+            round_trips=self._round_trips,
             n_lanes=self._n_lanes,
             ctx_tokens=ctx_tokens if isinstance(ctx_tokens, int) else 0,
+            faster=tuple((start, end) for start, end in unequal["layers"]) if isinstance(unequal, dict) else (),
         )
         stages = planned.get("stages") if isinstance(planned, dict) else None
         return _Plans(self, found, stages, time.monotonic_ns())
 
     def with_layers(self, asked: Edges) -> Variant | None:
         """Return the plan with other layers of the same stages; takes a part of that while."""
-        return other_layers(self._costs, self.edges, asked, overhead_ns=self._overhead_ns, n_lanes=self._n_lanes)
+        return other_layers(self._costs, self.edges, asked, round_trips=self._round_trips, n_lanes=self._n_lanes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,6 +185,11 @@ class LiveFeed:
         if known.get("steps") == after:
             return None, trip_ns
         return await stage.batches((), after_step=after, limit=limit), trip_ns
+
+
+def _round_trips(plan: object) -> list[RoundTrip]:
+    """Return the overheads that GET /v1/pipeline gives with its plan."""
+    return [RoundTrip(**each) for each in plan.get("overheads", ())] if isinstance(plan, dict) else []
 
 
 def _rows_max(status: pb.StatusResponse) -> int:

@@ -1,7 +1,7 @@
 """Advice of a plan in plain sentences: whether spanning pays, what limits, and what would fit. Pure.
 
-Each sentence rests on a plan that was searched for it: one machine alone, two pipelines side by side, links without
-delay, another quantisation, a longer context.
+Each sentence rests on a plan that was searched for it: one machine alone, two pipelines side by side, another
+quantisation, a longer context. A link without delay is looked at with the plan's own layers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.planner.instance import Host, Instance, Link
 from relayline.coordinator.planner.quantisations import larger_quantisation
+from relayline.coordinator.planner.rates import rate_of
 from relayline.coordinator.planner.search import Best, Room, best_split
 from relayline.coordinator.planner.whatif import largest
 
@@ -131,9 +132,8 @@ def _links(instance: Instance, best: Best) -> Iterator[str]:
     found = []
     for at, link in enumerate(instance.links):
         if link.round_trip_ns or link.bytes_per_s < NO_DELAY.bytes_per_s:
-            without = best_split(_with_link(instance, at, NO_DELAY))
-            if without is not None:
-                found.append((without.rate / best.rate, names[at], names[at + 1], link, without.rate))
+            rate = rate_of(_with_link(instance, at, NO_DELAY), best.edges)
+            found.append((rate / best.rate, names[at], names[at + 1], link, rate))
     if not found:
         return
     gain, start, end, link, rate = max(found, key=lambda each: each[0])

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.planner.instance import Instance, Machine
 from relayline.coordinator.planner.speed import ROWS
-from relayline.coordinator.schedule.cycles import SHARPNESS
+from relayline.coordinator.schedule.cycles import flights_of, joined
 from relayline.coordinator.schedule.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.coordinator.schedule.stage_cost import StageCost
@@ -31,6 +31,7 @@ COORDINATOR_TOKEN_NS = 200_000
 # without gaps, so both limits at once cost up to 9 %.
 CROWD_SHARPNESS = 8
 Grouping = tuple[int, int]  # flights, rows of one
+Flights = tuple[int, int, int]  # of a cycle: how many are full, the rows of one, the rows of the one that is not
 Edges = tuple[tuple[int, int], ...]  # of each stage its layers [start, end)
 
 
@@ -41,10 +42,12 @@ class Costs:
         self.instance = instance
         self.n_layers = instance.model.n_layers
         speeds = [host.speed for host in instance.hosts]
+        self.devices, self.crowded = instance.devices, instance.crowded_machines
         self.kinds = tuple(speeds.index(speed) for speed in speeds)  # of each stage: the first one as fast
         self._layers_ns: dict[tuple[int, int], tuple[int, ...]] = {}
         self._heads_ns: dict[tuple[int, int], int] = {}
         self._steps_ns: dict[tuple[int, int, int, int], int] = {}
+        self._stages: dict[tuple[int, int, int], StageCost] = {}
 
     def layers_ns(self, stage: int, rows: int) -> tuple[int, ...]:
         """Return the time of all layers before each layer in a step of `rows` rows on this stage's host."""
@@ -86,7 +89,9 @@ class Costs:
         return found
 
     def padded(self, rows: int) -> range:
-        """Return the row counts that a step of `rows` rows may be padded to."""
+        """Return the row counts that a step of `rows` rows may be padded to; rows with cells of their own are not."""
+        if self.instance.load.kv_layout == "per-lane":
+            return range(rows, rows + 1)
         return range(rows, max(rows, min(rows + PAD_SEARCH_ROWS, self.instance.load.max_rows)) + 1)
 
     def prefill_ns(self, stage: int, start: int, end: int, rows: int) -> int:
@@ -95,18 +100,31 @@ class Costs:
 
     def stage_cost(self, stage: int, start: int, end: int) -> StageCost:
         """Return the curves that the stage would measure, as the coordinator reads them."""
-        rows_max = self.instance.load.max_rows
+        key = (stage, start, end)
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = self._stage_cost(stage, start, end)
+        return found
+
+    def _stage_cost(self, stage: int, start: int, end: int) -> StageCost:
+        rows_max, host = self.instance.load.max_rows, self.instance.hosts[stage]
         ladder = sorted({rows for rows in ROWS if rows <= rows_max} | {1})
         return StageCost(
             CostCurve((rows, self.raw_ns(stage, start, end, rows, rows)) for rows in ladder),
             CostCurve((rows, self.prefill_ns(stage, start, end, rows)) for rows in ladder),
             rows_max,
-            device=self.instance.hosts[stage].device,
+            is_per_lane=self.instance.load.kv_layout == "per-lane",
+            device=self.devices[stage],
+            shares_host=[other.machine for other in self.instance.hosts].count(host.machine) > 1,
+            runs_ahead=host.runs_ahead,
         )
 
 
 def candidates(n_streams: int, n_stages: int, rows_max: int) -> Iterator[Grouping]:
-    """Yield every (flights, rows) worth looking at."""
+    """Yield every (flights, rows) worth looking at: none with more rows than streams divided evenly have.
+
+    Streams may divide in any way over flights with room to spare, so those are no better than even ones.
+    """
     most = min(n_streams, rows_max)
     groups_max = max(math.ceil(n_streams / rows_max), min(n_streams, GROUPS_MAX_PER_STAGE * n_stages))
     sizes = {*range(1, min(most, ROWS_ONE_BY_ONE) + 1), *range(ROWS_ONE_BY_ONE, most, 16), most}
@@ -116,42 +134,58 @@ def candidates(n_streams: int, n_stages: int, rows_max: int) -> Iterator[Groupin
         for rows in sizes
         if rows <= most
         for n_groups in range(1, min(math.ceil(n_streams / rows), groups_max) + 1)
+        if rows <= math.ceil(n_streams / n_groups)
     ]
     yield from sorted(set(found))
 
 
-def flights_of(n_streams: int, grouping: Grouping) -> tuple[int, int]:
-    """Return (full flights, rows of the one that is not full)."""
-    n_groups, rows = grouping
-    n_full = min(n_groups, n_streams // rows)
-    return n_full, min(n_streams - n_full * rows, rows) if n_full < n_groups else 0
+class Around:
+    """How busy everything but the stages is with the flights of one cycle."""
 
-
-def joined(left_ns: float, right_ns: float, sharpness: int = SHARPNESS) -> float:
-    """Return the longer of the two, a little more when they are close (see cycles.SHARPNESS)."""
-    larger, smaller = max(left_ns, right_ns), min(left_ns, right_ns)
-    return float(larger * (1 + (smaller / larger) ** sharpness) ** (1 / sharpness)) if larger else 0.0
-
-
-class Cycle:
-    """One grouping on one instance: turns stage times into the rate of a split."""
-
-    def __init__(self, costs: Costs, n_streams: int, grouping: Grouping) -> None:
-        self.costs = costs
-        self.rows = grouping[1]
-        self.n_full, self.rest = flights_of(n_streams, grouping)
+    def __init__(self, instance: Instance, flights: Flights, edges: Sequence[tuple[int, int]] = ()) -> None:
+        """`edges`: as in link_bytes."""
+        self.instance = instance
+        self.n_full, self.rows, self.rest = flights
         self.n_tokens = self.n_full * self.rows + self.rest
-        instance = costs.instance
-        full, rest = instance.link_bytes(self.rows), instance.link_bytes(self.rest) if self.rest else None
+        full = instance.link_bytes(self.rows, edges)
+        rest = instance.link_bytes(self.rest, edges) if self.rest else None
         self.links_ns = tuple(
             self.n_full * link.transfer_ns(full[at]) + (link.transfer_ns(rest[at]) if rest else 0)
             for at, link in enumerate(instance.links)
         )
-        n_flights = self.n_full + (1 if self.rest else 0)
-        self.coordinator_ns = n_flights * COORDINATOR_FLIGHT_NS + self.n_tokens * COORDINATOR_TOKEN_NS
-        self.least_ns = max(*self.links_ns, self.coordinator_ns)  # of a cycle, however quick the stages are
+        self.coordinator_ns = coordinator_ns(flights)
+        self.least_ns = max(*self.links_ns, self.coordinator_ns)
+        """Of a cycle, however quick the stages are."""
         self.ways_ns = COORDINATOR_FLIGHT_NS + COORDINATOR_TOKEN_NS
+        """Of a full flight on all links and in the coordinator."""
         self.ways_ns += sum(link.one_way_ns(full[at]) for at, link in enumerate(instance.links))
+
+    def crowds_ns(self, works_ns: Sequence[float], crowded: Sequence[Machine]) -> dict[Machine, int]:
+        """Return how long the cores of machines with too many threads work, given their stages' work."""
+        hosts = self.instance.hosts
+        return {
+            machine: crowd_ns(
+                self.idle_crowd_ns(machine)
+                + sum(
+                    host.cores_used * ns for host, ns in zip(hosts, works_ns, strict=True) if host.machine == machine
+                ),
+                machine.cores,
+            )
+            for machine in crowded
+        }
+
+    def idle_crowd_ns(self, machine: Machine) -> int:
+        """Return a machine's thread-nanoseconds in a cycle outside its stages: the coordinator's, where it runs."""
+        return self.coordinator_ns if machine == self.instance.coordinator else 0
+
+
+class Cycle(Around):
+    """One grouping on one instance: turns stage times into the rate of a split."""
+
+    def __init__(self, costs: Costs, n_streams: int, grouping: Grouping) -> None:
+        n_full, rest = flights_of(n_streams, *grouping)
+        super().__init__(costs.instance, (n_full, grouping[1], rest))
+        self.costs = costs
 
     def work_ns(self, stage: int, start: int, end: int) -> int:
         """Return a stage's work in one cycle."""
@@ -171,27 +205,13 @@ class Cycle:
         """Return the rate of a whole split, tokens per nanosecond."""
         works = [self.work_ns(stage, *edge) for stage, edge in enumerate(edges)]
         way = sum(self.way_ns(stage, *edge) for stage, edge in enumerate(edges))
-        return self.rate(self.busiest_ns(works), max(self.crowds_ns(works).values(), default=0), way)
+        return self.rate(
+            self.busiest_ns(works), max(self.crowds_ns(works, self.costs.crowded).values(), default=0), way
+        )
 
     def busiest_ns(self, works: Sequence[int]) -> int:
         """Return the work of the busiest device, given that of each stage."""
-        return max(devices_ns(self.costs.instance, works).values())
-
-    def crowds_ns(self, works: Sequence[int]) -> dict[Machine, int]:
-        """Return how long the cores of machines with too many threads work, given their stages' work."""
-        hosts = self.costs.instance.hosts
-        return {
-            machine: crowd_ns(
-                self.idle_crowd_ns(machine)
-                + sum(host.threads * work for host, work in zip(hosts, works, strict=True) if host.machine == machine),
-                machine.cores,
-            )
-            for machine in self.costs.instance.crowded_machines
-        }
-
-    def idle_crowd_ns(self, machine: Machine) -> int:
-        """Return a machine's thread-nanoseconds in a cycle outside its stages: the coordinator's, where it runs."""
-        return self.coordinator_ns if machine == self.costs.instance.coordinator else 0
+        return max(devices_ns(self.costs.devices, works).values())
 
     def least_rest_ns(self) -> list[int]:
         """Return a bound of the way through the layers from each layer on: all on the quickest host."""
@@ -203,18 +223,18 @@ class Cycle:
     def rate_bound(self) -> float:
         """Return a rate that no split exceeds: layers are handed out like sand, to all cores at once.
 
-        A machine takes most per time if its stages that do most with a thread get its cores first.
+        A machine takes most per time if its stages that do most with a core get its cores first.
         """
         per_machine: dict[Machine, list[tuple[float, int]]] = {}
         for stage, host in enumerate(self.costs.instance.hosts):
             spent_ns = max(1, self.n_full * self._whole_ns(stage, self.rows) + self._whole_ns(stage, self.rest))
-            per_machine.setdefault(host.machine, []).append((1 / spent_ns / host.threads, host.threads))
+            per_machine.setdefault(host.machine, []).append((1 / spent_ns / host.cores_used, host.cores_used))
         share = 0.0  # of a model's work per nanosecond
         for machine, stages in per_machine.items():
-            cores = machine.cores if machine in self.costs.instance.crowded_machines else math.inf
-            for per_thread, threads in sorted(stages, reverse=True):
-                share += per_thread * min(threads, cores)
-                cores -= min(threads, cores)
+            cores = machine.cores if machine in self.costs.crowded else math.inf
+            for per_core, used in sorted(stages, reverse=True):
+                share += per_core * min(used, cores)
+                cores -= min(used, cores)
         return self.rate(1 / share, 0.0, self.least_rest_ns()[0])
 
     def _whole_ns(self, stage: int, rows: int) -> int:
@@ -222,13 +242,18 @@ class Cycle:
         return min(self.costs.layers_ns(stage, padded)[-1] for padded in self.costs.padded(rows)) if rows else 0
 
 
-def devices_ns(instance: Instance, works: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the work of each device, given that of each stage: stages on one device take turns."""
-    devices: dict[tuple[int, int], int] = {}
-    for at, (host, work) in enumerate(zip(instance.hosts, works, strict=True)):
-        key = (host.device, 0) if host.device >= 0 else (-1, at)
-        devices[key] = devices.get(key, 0) + work
-    return devices
+def devices_ns(devices: Sequence[int], works_ns: Sequence[int]) -> dict[int, int]:
+    """Return the work of each device, given the stages' devices and work: stages on one device take turns."""
+    found: dict[int, int] = {}
+    for device, work_ns in zip(devices, works_ns, strict=True):
+        found[device] = found.get(device, 0) + work_ns
+    return found
+
+
+def coordinator_ns(flights: Flights) -> int:
+    """Return the coordinator's work in one cycle."""
+    n_full, rows, rest = flights
+    return (n_full + (rest > 0)) * COORDINATOR_FLIGHT_NS + (n_full * rows + rest) * COORDINATOR_TOKEN_NS
 
 
 def crowd_ns(spent_ns: float, cores: int) -> int:

@@ -37,15 +37,13 @@ def frontier(
     first: Label,
     ends: Callable[[int, int], Iterable[int]],
     extend: Callable[[Label, int, int, int], Label | None],
-    width: int | None = None,
     effort: Effort | None = None,
 ) -> list[tuple[Label, tuple[int, ...]]]:
     """Return (label, cuts) of every split that no other one beats in every respect.
 
     `ends(stage, start)` yields the possible ends of a stage that begins at `start`. `extend(label, stage, start, end)`
-    is the label after one more stage, or None if that is impossible or useless. With `width`, only that many labels,
-    the smallest, are kept at each place. The search is then quick but no longer exact, and its result bounds an exact
-    search.
+    is the label after one more stage, or None if that is impossible or useless. Raises TooLargeError when `effort` is
+    spent.
     """
     reached: dict[int, list[tuple[Label, Trail]]] = {0: [(first, ())]}
     for stage in range(n_stages):
@@ -59,7 +57,7 @@ def frontier(
                         effort.spend(len(kept) + COMPARISONS_PER_LABEL)
                     if longer is not None:
                         _keep(kept, longer, (end, trail))
-        reached = {end: sorted(labels)[:width] if width else labels for end, labels in further.items() if labels}
+        reached = {end: labels for end, labels in further.items() if labels}
     return [(label, _cuts(trail)) for label, trail in reached.get(n_layers, ())]
 
 

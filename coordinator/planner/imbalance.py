@@ -1,9 +1,8 @@
 """Notices that another cut would be clearly faster, from the steps that stages measure while they serve. Pure.
 
 A neighbour on a host gets busy, or a laptop throttles: then one stage's steps grow, and the others wait for it. Each
-look compares the running cut with the cut that fits the present steps. Each is taken with the number of groups that
-suits it best, by the cycle of `coordinator.schedule.groups`: the busiest stage's work on all flights, or one flight's
-way if that is longer. An imbalance is reported once the gain has been large for a while, and until it has become small.
+look compares the running cut with the cut that fits the present steps, by the rates that the page shows of both
+(`running_plan`). An imbalance is reported once the gain has been large for a while, and until it has become small.
 
 A stage begins with figures from its calibration, while others may have used the host. So an imbalance counts only once
 enough real steps have replaced them, and only looks between which steps ran count.
@@ -14,18 +13,17 @@ Memory and legal cuts are not known here. `relayline move` refuses a cut that is
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from relayline.coordinator.planner.costs import Edges
-from relayline.coordinator.planner.running_plan import cut_by_speed
+from relayline.coordinator.planner.running_plan import cut_by_speed, gain_of
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.texts import layer_ranges
 
 GAIN_MIN = 0.15  # more tokens per second by another cut, from which on it is worth moving weights
 GAIN_KEPT = 0.08  # a reported imbalance is over below this: near GAIN_MIN it would come and go
 HOLD_NS = 60_000_000_000  # for which the gain must have been large
-GROUPS_PER_STAGE = 2  # groups that are tried, per stage
 STEPS_MIN = 60  # decode steps of every stage, after which a curve has their times: it moves by a seventh with each
 LOOKS_APART_NS = 10_000_000_000  # between polls; a longer pause restarts the minute, because nothing was measured
 
@@ -82,17 +80,17 @@ class ImbalanceWatch:
         self._n_steps = 0
 
     def look(
-        self, costs: Sequence[StageCost], n_streams: int, *, n_steps: int, overhead_ns: float, now_ns: int
+        self, costs: Sequence[StageCost], n_streams: int, *, n_steps: int, round_trip: RoundTrip, now_ns: int
     ) -> Imbalance | None:
         """Compare the running cut with the best one. Returns an imbalance once, when it has lasted long enough.
 
         `costs`: of each stage, as measured now. `n_streams`: that decode now. `n_steps`: decode steps of every
-        stage since the last look. `overhead_ns`: time of a round trip beyond its steps.
+        stage since the last look. `round_trip`: its time beyond the steps.
         """
         self._n_steps += n_steps
         if not n_steps or self._n_steps < STEPS_MIN:
             return None
-        found = self._compare(costs, max(1, n_streams), overhead_ns, now_ns)
+        found = self._compare(costs, max(1, n_streams), round_trip, now_ns)
         is_apart = now_ns - self._looked_ns > LOOKS_APART_NS
         self._looked_ns = now_ns
         if found is None or found.gain < (GAIN_KEPT if self._is_reported else GAIN_MIN):
@@ -105,23 +103,20 @@ class ImbalanceWatch:
         self._is_reported = was_reported or now_ns - found.since_ns >= HOLD_NS
         return found if self._is_reported and not was_reported else None
 
-    def _compare(self, costs: Sequence[StageCost], n_streams: int, overhead_ns: float, now_ns: int) -> Imbalance | None:
+    def _compare(
+        self, costs: Sequence[StageCost], n_streams: int, round_trip: RoundTrip, now_ns: int
+    ) -> Imbalance | None:
         if len(costs) < 2 or not all(cost.decode.is_known for cost in costs):
             return None
         n_rows = min(n_streams, *(cost.rows_max for cost in costs))
         steps_ns = [cost.decode_ns(n_rows) for cost in costs]
-        cut = cut_by_speed(steps_ns, self._edges)
-        scales = [(new[1] - new[0]) / (old[1] - old[0]) for old, new in zip(self._edges, cut, strict=True)]
-        now_cycle_ns = _cycle_ns(costs, [1.0] * len(costs), n_rows, overhead_ns)
-        gain = now_cycle_ns / _cycle_ns(costs, scales, n_rows, overhead_ns) - 1
+        cut, gain = cut_by_speed(steps_ns, self._edges), 0.0
+        if _may_gain(steps_ns, self._edges, cut):  # else groups are not planned: that takes milliseconds each time
+            gain = gain_of(costs, self._edges, cut, n_streams, [round_trip])
         return Imbalance(max(range(len(costs)), key=steps_ns.__getitem__), cut, gain, now_ns)
 
 
-def _cycle_ns(costs: Sequence[StageCost], scales: Sequence[float], n_rows: int, overhead_ns: float) -> float:
-    """Return the shortest cycle in which every one of n_rows streams gets a token."""
-    cycles_ns = []
-    for n_groups in range(1, min(n_rows, GROUPS_PER_STAGE * len(costs)) + 1):
-        rows = math.ceil(n_rows / n_groups)
-        steps_ns = [cost.decode_ns(rows) * scale for cost, scale in zip(costs, scales, strict=True)]
-        cycles_ns.append(max(n_groups * max(steps_ns), sum(steps_ns) + overhead_ns))
-    return min(cycles_ns)
+def _may_gain(steps_ns: Sequence[float], edges: Edges, cut: Edges) -> bool:
+    """Return whether the slowest step, or all of them together, would be shorter by a share that counts."""
+    moved_ns = [ns * (new[1] - new[0]) / (old[1] - old[0]) for ns, old, new in zip(steps_ns, edges, cut, strict=True)]
+    return max(max(steps_ns) / max(moved_ns), sum(steps_ns) / sum(moved_ns)) - 1 >= GAIN_KEPT

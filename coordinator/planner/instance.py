@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from relayline.coordinator.planner.speed import Speed
+from relayline.coordinator.schedule.shared_devices import Place, device_numbers
 from relayline.wire.envelopes.envelope import HEADER_BYTES
 from relayline.wire.envelopes.frames import FRAME_BYTES
 
@@ -210,6 +211,18 @@ class Host:
     """Stages of the same number, from 0 on, take turns: they compute on one device."""
     offload: Offload | None = None
     """The part on a GPU; None: it computes on the processor."""
+    runs_ahead: bool = False
+    """Whether it computes next rows before they are asked for, if it holds the whole model."""
+
+    @property
+    def cores_used(self) -> int:
+        """Cores that a step keeps busy. Its speed is that of its threads, whether each has a core or not."""
+        return min(self.threads, self.machine.cores)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.offload is not None or self.device >= 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,15 +239,25 @@ class Instance:
 
     @property
     def crowded_machines(self) -> tuple[Machine, ...]:
-        """Machines whose cores may be what limits: too few for the threads, or just enough and others compute too."""
+        """Machines whose cores may be what limits: too few for all stages, or just enough and others compute too."""
         mine: dict[Machine, list[Host]] = {}
         for host in self.hosts:
             mine.setdefault(host.machine, []).append(host)
         return tuple(
             machine
             for machine, hosts in mine.items()
-            if sum(host.threads for host in hosts) + (len(hosts) > 1 or machine == self.coordinator) > machine.cores
+            if sum(host.cores_used for host in hosts) + (len(hosts) > 1 or machine == self.coordinator) > machine.cores
         )
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """A number for each stage, the same where stages take turns, as the coordinator will find when they run."""
+        places = []
+        for host in self.hosts:
+            gpu = f"GPU {host.device}" if host.device >= 0 else f"GPU of {host.name}"
+            gpus = {gpu: gpu} if host.is_on_gpu else {}
+            places.append(Place(host.machine.name, gpus, frozenset(range(host.machine.cores)), host.threads))
+        return tuple(device_numbers(places))
 
     def link_bytes(self, rows: int, edges: Sequence[tuple[int, int]] = ()) -> tuple[int, ...]:
         """Return the bytes of a decode flight of `rows` rows: to stage 0, between neighbours, back.

@@ -8,7 +8,7 @@ import math
 from relayline.coordinator.planner.costs import Costs, Cycle, Edges, crowd_ns, devices_ns
 from relayline.coordinator.planner.instance import Instance, Machine
 from relayline.coordinator.planner.memory import Pool, StageMemory, pool_usable_bytes, pools_of, usable_bytes
-from relayline.coordinator.planner.rates import SplitRates
+from relayline.coordinator.planner.rates import Planned, Rates, split_rates
 from relayline.coordinator.planner.search import Room
 from relayline.coordinator.schedule.groups import GroupPlanner
 
@@ -71,14 +71,15 @@ class Prediction:
 def predict(instance: Instance, edges: Edges) -> Prediction:
     """Predict everything that a plan shows."""
     costs = Costs(instance)
-    rates = SplitRates(costs, edges)
+    rates = split_rates(costs, edges)
     counts = sorted({n for n in STREAMS_SHOWN if n <= instance.load.n_lanes} | {instance.load.streams})
+    overhead_ns = Planned(instance, edges).around((1, 1, 0)).ways_ns
     return Prediction(
         stages=tuple(_stage(costs, edges, stage) for stage in range(len(edges))),
         rates=tuple(_rate(costs, edges, rates, n_streams) for n_streams in counts),
-        ttft_ns=_ttft_ns(costs, edges, rates.planner, rates.overhead_ns),
-        link_bytes_per_token=rates.link_bytes,
-        overhead_ns=rates.overhead_ns,
+        ttft_ns=_ttft_ns(costs, edges, rates.planner(1), overhead_ns),
+        link_bytes_per_token=instance.link_bytes(1, edges),
+        overhead_ns=overhead_ns,
     )
 
 
@@ -116,9 +117,10 @@ def _limit_bytes(room: Room, edges: Edges, stage: int, pool: Pool) -> int | None
     return usable - sum(room.need_of(pool, at, *edges[at]) for at in others)
 
 
-def _rate(costs: Costs, edges: Edges, rates: SplitRates, n_streams: int) -> RatePlan:
-    limit = _limit(costs, edges, rates.cycle(n_streams))
-    return RatePlan(n_streams, rates.rate(n_streams) * 1e9, *rates.grouping(n_streams), limit)
+def _rate(costs: Costs, edges: Edges, rates: Rates, n_streams: int) -> RatePlan:
+    grouping = rates.grouping(n_streams)
+    limit = _limit(costs, edges, Cycle(costs, n_streams, grouping))
+    return RatePlan(n_streams, rates.rate(n_streams) * 1e9, *grouping, limit)
 
 
 def _limit(costs: Costs, edges: Edges, cycle: Cycle) -> str:
@@ -128,7 +130,8 @@ def _limit(costs: Costs, edges: Edges, cycle: Cycle) -> str:
     way = sum(cycle.way_ns(stage, *edge) for stage, edge in enumerate(edges))
     names = ["coordinator", *(host.name for host in instance.hosts), "coordinator"]
     parts = [(float(work), f"stage {host.name}") for work, host in zip(works, instance.hosts, strict=True)]
-    parts += [(float(busy), f"the cores of {machine.name}") for machine, busy in cycle.crowds_ns(works).items()]
+    crowds = cycle.crowds_ns(works, costs.crowded)
+    parts += [(float(busy), f"the cores of {machine.name}") for machine, busy in crowds.items()]
     parts += [(cycle.links_ns[at], f"the link {names[at]} to {names[at + 1]}") for at in range(len(instance.links))]
     if (busiest := cycle.busiest_ns(works)) > max(works):
         parts.append((float(busiest), "a device that stages share"))
@@ -146,8 +149,8 @@ def _ttft_ns(costs: Costs, edges: Edges, planner: GroupPlanner, overhead_ns: int
     steps = [costs.prefill_ns(stage, *edge, chunk) for stage, edge in enumerate(edges)]
     spent: dict[Machine, int] = {}
     for host, step in zip(instance.hosts, steps, strict=True):
-        spent[host.machine] = spent.get(host.machine, 0) + host.threads * step
-    crowded = instance.crowded_machines
-    devices = devices_ns(instance, steps).values()
+        spent[host.machine] = spent.get(host.machine, 0) + host.cores_used * step
+    crowded = costs.crowded
+    devices = devices_ns(costs.devices, steps).values()
     slot = max(*devices, *(crowd_ns(ns, machine.cores) for machine, ns in spent.items() if machine in crowded), 0)
     return sum(steps) + (math.ceil(tokens / chunk) - 1) * slot + overhead_ns

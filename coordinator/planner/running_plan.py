@@ -1,7 +1,8 @@
-"""Predicted rates of other plans for a running pipeline, from its stages' measured cost curves. Pure.
+"""Predicted rates of a running pipeline and of other plans for it, from its stages' measured cost curves. Pure.
 
-This works without the model's file. A stage's step is scaled with its layers, including the head of the last stage and
-the tables of the first. Memory and legal cuts are not checked; `relayline plan` does both.
+The rates are those of `rates`, as in a plan that is made before the start. This works without the model's file: a
+stage's step is scaled with its layers, including the head of the last stage and the tables of the first. Memory and
+legal cuts are not checked; `relayline plan` does both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from relayline.coordinator.planner.costs import Edges
-from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.planner.rates import Measured, Rates
 from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import CostCurve
@@ -51,54 +52,56 @@ def running_plan(
     edges: Edges,
     names: Sequence[str],
     *,
-    overhead_ns: float,
+    round_trips: Sequence[RoundTrip],
     n_lanes: int,
     ctx_tokens: int = 0,
+    faster: Edges = (),
 ) -> RunningPlan:
     """Return the predicted rates of a pipeline of these stages: as it runs, and with other settings.
 
-    `overhead_ns`: time of a round trip beyond its steps. `n_lanes`: streams that run at once; further ones wait.
-    `ctx_tokens`: tokens that one lane may hold; 0 if unknown.
+    `round_trips`: the overhead with some numbers of streams. `n_lanes`: streams that run at once; further ones wait.
+    `ctx_tokens`: tokens that one lane may hold; 0 if unknown. `faster`: the cut that a reported imbalance names; ()
+    without one.
     """
     n_lanes = max(1, n_lanes)
     counts = _counts(n_lanes)
     is_known = _is_known(costs)
     within = [min(n, n_lanes) for n in counts]
-    plans = [_variant("as it runs", costs, edges, overhead_ns, within)]
+    plans = [_variant("as it runs", costs, edges, round_trips, within)]
     if is_known:
-        plans.append(_variant(f"{LANES_MORE * n_lanes} lanes", costs, edges, overhead_ns, counts))
+        plans.append(_variant(f"{LANES_MORE * n_lanes} lanes", costs, edges, round_trips, counts))
         if ctx_tokens:
             full = [dataclasses.replace(cost, decode_tokens=ctx_tokens) for cost in costs]
-            plans.append(_variant(f"every lane full: {ctx_tokens:,} tokens", full, edges, overhead_ns, within))
+            plans.append(_variant(f"every lane full: {ctx_tokens:,} tokens", full, edges, round_trips, within))
         steps_ns = [cost.decode_ns(ROWS_COMPARED) for cost in costs]
         speeds = [step_ns / (end - start) for step_ns, (start, end) in zip(steps_ns, edges, strict=True)]
         n_layers = edges[-1][1]
-        even = cut_by_speed(steps_ns, edges)
+        even = faster or cut_by_speed(steps_ns, edges)
         moved = sum(abs(new[1] - old[1]) for new, old in zip(even[:-1], edges[:-1], strict=True))
         if moved > STEP_SHARE_MIN * n_layers:
-            plans.append(_variant("layers by measured speed", _moved(costs, edges, even), even, overhead_ns, within))
+            plans.append(_variant("layers by measured speed", _moved(costs, edges, even), even, round_trips, within))
         slowest = max(range(len(costs)), key=steps_ns.__getitem__)
         if n_layers > len(costs):
             copy = dataclasses.replace(costs[slowest], shares_host=False, device=-1)
             more = [*costs[: slowest + 1], copy, *costs[slowest + 1 :]]
             old = [*edges[: slowest + 1], edges[slowest], *edges[slowest + 1 :]]
             new = _edges(_shares([*speeds[: slowest + 1], speeds[slowest], *speeds[slowest + 1 :]], n_layers))
-            longer_ns = overhead_ns * (len(costs) + 2) / (len(costs) + 1)
+            longer = [each.scaled((len(costs) + 2) / (len(costs) + 1)) for each in round_trips]
             name = f"one more machine like {names[slowest]}'s"
-            plans.append(_variant(name, _moved(more, old, new), new, longer_ns, within))
+            plans.append(_variant(name, _moved(more, old, new), new, longer, within))
     steps = [{"step_ms": _steps_ms(cost)} for cost in costs]
     return RunningPlan(is_known, counts, steps, plans)
 
 
 def other_layers(
-    costs: Sequence[StageCost], edges: Edges, asked: Edges, *, overhead_ns: float, n_lanes: int
+    costs: Sequence[StageCost], edges: Edges, asked: Edges, *, round_trips: Sequence[RoundTrip], n_lanes: int
 ) -> Variant | None:
     """Return the plan in which the same stages hold other layers, as `running_plan` predicts; None if nothing is
     known."""
     if not _is_known(costs):
         return None
     within = [min(n, max(1, n_lanes)) for n in _counts(max(1, n_lanes))]
-    return _variant("these layers", _moved(costs, edges, asked), asked, overhead_ns, within)
+    return _variant("these layers", _moved(costs, edges, asked), asked, round_trips, within)
 
 
 def _counts(n_lanes: int) -> list[int]:
@@ -115,12 +118,22 @@ def cut_by_speed(steps_ns: Sequence[float], edges: Edges) -> Edges:
     return _edges(_shares(layer_ns, edges[-1][1]))
 
 
-def _variant(name: str, costs: Sequence[StageCost], edges: Edges, overhead_ns: float, counts: Sequence[int]) -> Variant:
-    planner = GroupPlanner(costs)
-    planner.round_trip = RoundTrip(overhead_ns)
-    periods = [planner.plan(n, n_prompts=0).period_ns for n in counts]
-    rates = [round(n * 1e9 / period, 2) if period else 0.0 for n, period in zip(counts, periods, strict=True)]
-    return Variant(name, list(edges), rates)
+def gain_of(
+    costs: Sequence[StageCost], edges: Edges, other: Edges, n_streams: int, round_trips: Sequence[RoundTrip]
+) -> float:
+    """Return how many more tokens per second the same stages make with other layers, as a share; 0.0 if unknown."""
+    if not _is_known(costs):
+        return 0.0
+    surroundings = Measured(round_trips)
+    now = Rates(costs, surroundings).rate(n_streams)
+    return Rates(_moved(costs, edges, other), surroundings).rate(n_streams) / now - 1
+
+
+def _variant(
+    name: str, costs: Sequence[StageCost], edges: Edges, round_trips: Sequence[RoundTrip], counts: Sequence[int]
+) -> Variant:
+    rates = Rates(costs, Measured(round_trips))
+    return Variant(name, list(edges), [round(rates.rate(n) * 1e9, 2) for n in counts])
 
 
 def _steps_ms(cost: StageCost) -> dict[str, float]:

@@ -1,22 +1,29 @@
-"""Exact search for the split with the best predicted rate. Pure.
+"""Search for the split with the best predicted rate. Pure.
 
-The best split makes the most tokens per second with `Load.streams` running streams, under the best grouping of them.
-Among equal rates the search takes the least sum of the stages' squared work, which is fast and even. Plans show another
-rate of the split that it finds: with the groups that the coordinator would choose (see rates).
+The best split makes the most tokens per second with `Load.streams` running streams. What it makes depends on their
+groups, and those are the coordinator's to choose (see rates). So the search has two parts.
 
-For a given grouping the rate falls with three numbers: the work of the busiest device, the work of the busiest cores,
-and the time of a flight's way. Labels of these three find the best split (see frontier). A label also holds the work of
-devices, and the used memory of machines and GPUs, that several stages share. A rate already found bounds the work of
-every stage, so later groupings have few stage ends to look at.
+The first is exact: of all splits and groupings, it finds those that reach most. For a given grouping the rate falls
+with three numbers: the work of the busiest device, the work of the busiest cores, and the time of a flight's way.
+Labels of these three find the best split (see frontier). A label also holds the work of devices, and the used memory of
+machines and GPUs, that several stages share. A rate already found bounds the work of every stage, so later groupings
+have few stage ends to look at. A quick climb finds the first such rate. Among equal rates the search takes the least
+sum of the stages' squared work, which is fast and even.
+
+The second part starts from there, and takes the groups that the coordinator would choose. Each cut moves to the next
+layer for as long as that makes the pipeline faster. So no such move would make the plan better. An exact search under
+the coordinator's choice would have to plan groups for every split, at about a millisecond each.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.planner.climb import climbed, shifts, transfers
 from relayline.coordinator.planner.costs import Costs, Cycle, Edges, best_rate, candidates, crowd_ns
 from relayline.coordinator.planner.frontier import Effort, Label, TooLargeError, frontier
 from relayline.coordinator.planner.instance import Instance, Machine, Offload
@@ -28,11 +35,11 @@ from relayline.coordinator.planner.memory import (
     stage_memory,
     usable_bytes,
 )
-from relayline.coordinator.planner.rates import SplitRates
+from relayline.coordinator.planner.rates import split_rates
 
-BEAM_WIDTH = 3  # labels that a first, quick search keeps
-WIDE_BEAM = 24  # where an exact search would take too long
-BEAM_CYCLES = 12  # groupings, those with the best bounds, that it looks at
+CLIMB_CYCLES = 12  # groupings, those with the best bounds, that a first, quick search looks at
+CLIMB_TRIES_MAX = 4_000  # splits that it looks at with each
+SHIFTS_MAX = 400  # splits whose groups are planned as the coordinator would: a millisecond or more each
 COMPARISONS_MAX = 3_000_000  # some seconds
 SAME = 1 - 1e-12  # rates this close are equal: floating point
 
@@ -116,6 +123,17 @@ class Room:
         n_layers = self.instance.model.n_layers
         return end <= n_layers - left if left else end == n_layers
 
+    def holds(self, edges: Edges) -> bool:
+        """Tell whether a split is legal and fits."""
+        slots: list[float] = [0] * len(self.pools)
+        for stage, (start, end) in enumerate(edges):
+            host = self.instance.hosts[stage]
+            if host.layers not in (None, (start, end)) or not self.instance.model.is_allowed(start, end):
+                return False
+            if not self.fits(stage, start, end) or not self.take(slots, 0, stage, start, end):
+                return False
+        return True
+
     def fits(self, stage: int, start: int, end: int) -> bool:
         """Tell whether the stage's own limit allows these layers."""
         limit = self.limits[stage]
@@ -134,34 +152,64 @@ class Best:
     rate: float
     """Tokens per nanosecond with the groups that the coordinator would choose, as every plan shows it."""
     reachable: float
-    """With the best grouping: the search looks for the split where this is highest."""
+    """The same split's with the best grouping, which the coordinator may not choose."""
     is_exact: bool = True
-    """False only where an exact search would have taken too long, see COMPARISONS_MAX."""
+    """False only where a search would have taken too long, see COMPARISONS_MAX and SHIFTS_MAX."""
 
 
 def best_split(instance: Instance) -> Best | None:
     """Return the best split, or None if no legal split fits the memory."""
-    costs = Costs(instance)
-    room = Room(instance)
-    n_streams = instance.load.streams
-    cuts = room.some_cuts()
+    costs, room, n_streams = Costs(instance), Room(instance), instance.load.streams
+    reaching = most_reaching(costs, room)
+    if reaching is None:
+        return None
+
+    def rate(edges: Edges) -> float:
+        return split_rates(costs, edges).rate(n_streams)
+
+    found = climbed(reaching.edges, rate, [lambda edges: shifts(edges, room.holds)], tries_max=SHIFTS_MAX)
+    reachable = best_rate(costs, found.edges, n_streams)
+    return Best(found.edges, found.rate, reachable, reaching.is_exact and found.is_done)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reaching:
+    """The split with the highest rate under the best grouping."""
+
+    edges: Edges
+    is_exact: bool
+
+
+def most_reaching(costs: Costs, room: Room) -> Reaching | None:
+    """Return the split that reaches most with any grouping; None if no legal split fits the memory."""
+    instance = costs.instance
+    cuts, n_streams = room.some_cuts(), instance.load.streams
     if cuts is None:
         return None
-    cycles = [
-        Cycle(costs, n_streams, grouping)
-        for grouping in candidates(n_streams, len(instance.hosts), instance.load.max_rows)
-    ]
+    groupings = candidates(n_streams, len(instance.hosts), instance.load.max_rows)
+    cycles = [Cycle(costs, n_streams, grouping) for grouping in groupings]
     bounded = sorted(((cycle.rate_bound(), cycle) for cycle in cycles), key=lambda pair: -pair[0])
-    found = _search(bounded[:BEAM_CYCLES], room, _Found(cuts=cuts), BEAM_WIDTH, None)
+    found = _climbed(bounded[:CLIMB_CYCLES], room, cuts)
     effort = Effort(COMPARISONS_MAX)
     try:
-        found = _search(bounded, room, found, None, effort)
-        edges, is_exact = _most_even(found, room, effort), True
+        found = _search(bounded, room, found, effort)
+        return Reaching(_most_even(found, room, effort), True)
     except TooLargeError:
-        found = _search(bounded[:BEAM_CYCLES], room, found, WIDE_BEAM, None)
-        edges, is_exact = ranges(costs.n_layers, found.cuts), False
-    rate = SplitRates(costs, edges).rate(n_streams)
-    return Best(edges, rate, best_rate(costs, edges, n_streams), is_exact)
+        return Reaching(ranges(costs.n_layers, found.cuts), False)
+
+
+def _climbed(bounded: Sequence[tuple[float, Cycle]], room: Room, cuts: tuple[int, ...]) -> _Found:
+    """Return the best split that a climb finds with these groupings. The better it is, the quicker the exact search."""
+    best, n_layers = _Found(cuts=cuts), room.instance.model.n_layers
+    sizes = [n_layers >> halved for halved in range(1, n_layers.bit_length())]
+    kinds = [functools.partial(transfers, n_layers=size, is_possible=room.holds) for size in sizes]
+    for bound, cycle in bounded:
+        if bound < best.rate * SAME:
+            break
+        end = climbed(ranges(n_layers, best.cuts), cycle.of_split, kinds, tries_max=CLIMB_TRIES_MAX)
+        if end.rate * SAME > best.rate:
+            best = _Found(end.rate, tuple(start for start, _ in end.edges[1:]), (cycle,))
+    return best
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,14 +221,12 @@ class _Found:
     winners: tuple[Cycle, ...] = ()  # groupings that reach the rate
 
 
-def _search(
-    bounded: Sequence[tuple[float, Cycle]], room: Room, best: _Found, width: int | None, effort: Effort | None
-) -> _Found:
+def _search(bounded: Sequence[tuple[float, Cycle]], room: Room, best: _Found, effort: Effort) -> _Found:
     """Return the best of these groupings and of the earlier best."""
     for bound, cycle in bounded:
         if bound < best.rate * SAME:
             break
-        labels = _labels(cycle, room, best.rate * SAME, width=width, effort=effort)
+        labels = _labels(cycle, room, best.rate * SAME, effort=effort)
         rate, cuts = max(((cycle.rate(*label[:3]), cuts) for label, cuts in labels), default=(0.0, ()))
         if rate * SAME > best.rate:
             best = _Found(rate, cuts, (cycle,))
@@ -205,8 +251,7 @@ def _labels(
     rate: float,
     *,
     breaks_ties: bool = False,
-    width: int | None = None,
-    effort: Effort | None,
+    effort: Effort,
 ) -> list[tuple[Label, tuple[int, ...]]]:
     """Return the splits worth having with one grouping: (busiest device, busiest cores, way, ...) and cuts.
 
@@ -217,7 +262,7 @@ def _labels(
     first = (0, 0, 0, *crowds, *(0,) * (len(walk.devices) + len(room.pools) + (1 if breaks_ties else 0)))
     if walk.earliest is None:
         return []
-    return frontier(len(room.instance.hosts), cycle.costs.n_layers, first, walk.ends, walk.extend, width, effort)
+    return frontier(len(room.instance.hosts), cycle.costs.n_layers, first, walk.ends, walk.extend, effort)
 
 
 class _Walk:
@@ -230,10 +275,10 @@ class _Walk:
     def __init__(self, cycle: Cycle, room: Room, rate: float, breaks_ties: bool) -> None:
         self.cycle, self.room, self.breaks_ties = cycle, room, breaks_ties
         self.hosts = room.instance.hosts
-        self.crowded = room.instance.crowded_machines
+        self.crowded = cycle.costs.crowded
         self.crowd_of = [_index_of(host.machine, self.crowded) for host in self.hosts]
-        numbers = [host.device for host in self.hosts]
-        self.devices = [each for each in dict.fromkeys(numbers) if each >= 0 and numbers.count(each) > 1]
+        self.device_of = numbers = cycle.costs.devices
+        self.devices = [each for each in dict.fromkeys(numbers) if numbers.count(each) > 1]
         self.last_on = {number: stage for stage, number in enumerate(numbers)}
         self.cycle_max_ns = cycle.n_tokens / rate if rate else float("inf")
         self.last_stage = room.last_stage
@@ -276,15 +321,15 @@ class _Walk:
         slots = list(label[3 : 3 + n_before + len(self.room.pools)])
         at = self.crowd_of[stage]
         if at is not None:
-            slots[at] += host.threads * work
+            slots[at] += host.cores_used * work
             crowd = max(crowd, crowd_ns(slots[at], self.crowded[at].cores))
             if stage == self.last_stage[host.machine]:
                 slots[at] = 0
-        if host.device in self.devices:  # stages on one device take turns
-            at = len(self.crowded) + self.devices.index(host.device)
+        if (device := self.device_of[stage]) in self.devices:  # stages on one device take turns
+            at = len(self.crowded) + self.devices.index(device)
             slots[at] += work
             busiest = max(busiest, slots[at])
-            if stage == self.last_on[host.device]:
+            if stage == self.last_on[device]:
                 slots[at] = 0
         if not self.room.take(slots, n_before, stage, start, end):
             return None

@@ -44,7 +44,13 @@ def turns_of(n_streams: int, n_groups: int, rows: int) -> float:
     return max(1.0, n_streams / (n_groups * rows))
 
 
-def joined(work_ns: float, way_ns: float) -> float:
+def flights_of(n_streams: int, n_groups: int, rows: int) -> tuple[int, int]:
+    """Return how many of n_groups flights of at most `rows` rows are full, and the rows of the one that is not."""
+    n_full = min(n_groups, n_streams // rows)
+    return n_full, min(n_streams - n_full * rows, rows) if n_full < n_groups else 0
+
+
+def joined(work_ns: float, way_ns: float, sharpness: int = SHARPNESS) -> float:
     """Return the larger of the two, a little more when they are close."""
     larger, smaller = max(work_ns, way_ns), min(work_ns, way_ns)
-    return float(larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS))
+    return float(larger * (1 + (smaller / larger) ** sharpness) ** (1 / sharpness)) if larger else 0.0

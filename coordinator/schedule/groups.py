@@ -35,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from relayline.coordinator.schedule.cycles import (
     by_device,
     cost_of_each,
+    flights_of,
     joined,
     prompts_ns,
     train_ns,
@@ -248,8 +249,7 @@ class GroupPlanner:
 
     def _divided_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
         """Predict a cycle of flights of `rows` rows, the last of which has the rest."""
-        n_full = min(n_groups, n_streams // rows)
-        rest = min(n_streams - n_full * rows, rows) if n_full < n_groups else 0
+        n_full, rest = flights_of(n_streams, n_groups, rows)
         largest = self._costs(rows if n_full else rest)
         if rest:
             work_ns = max(n_full * full + left for full, left in zip(largest, self._costs(rest), strict=True))

@@ -65,6 +65,10 @@ class RoundTrip:
         """Predict the overhead of a flight while this many streams run, in nanoseconds."""
         return max(0.0, self.ns + self.stream_ns * (streams - self.streams))
 
+    def scaled(self, factor: float) -> RoundTrip:
+        """Return one that takes `factor` times as long."""
+        return RoundTrip(self.ns * factor, self.streams, self.stream_ns * factor)
+
 
 class Overhead:
     """The estimate of one epoch."""
@@ -79,6 +83,11 @@ class Overhead:
         self._since: tuple[Held, ...] = ()  # the stages' counters at the start of the window
         # Of flights that landed in it; the last two are summed over rows.
         self._n_flights = self._n_rows = self._n_streams = self._took_ns = 0
+
+    def known(self, now: RoundTrip) -> list[RoundTrip]:
+        """Return the present estimate, and the latest ones of other numbers of streams."""
+        others = (each for each in self._by_number.values() if each.streams != now.streams)
+        return [now, *(dataclasses.replace(each, stream_ns=now.stream_ns) for each in others)]
 
     def landed(self, n_rows: int, took_ns: int, n_streams: int) -> None:
         """Note a decode flight of `n_rows` that came back whole while n_streams ran."""
@@ -118,8 +127,7 @@ class Overhead:
         else:
             return known
         numbers = (found.streams, *(each.streams for each in self._by_number.values()))
-        has_moved = any(abs(found.of(n) - known.of(n)) > 0.2 * known.of(n) + OVERHEAD_STEP_NS for n in numbers)
-        if has_moved:
+        if any(has_moved(known.of(n), found.of(n)) for n in numbers):
             return found
         self._unmoved = known if len(self._windows) >= WINDOWS_MIN else None
         return known
@@ -147,3 +155,8 @@ class Overhead:
             return 0.0
         few, many = known[0], known[-1]
         return min(LEARNED_MAX_NS, max(1.0, (many.ns - few.ns) / (many.streams - few.streams)))
+
+
+def has_moved(known_ns: float, found_ns: float) -> bool:
+    """Return whether an overhead differs from the known one by so much that plans are made again."""
+    return abs(found_ns - known_ns) > 0.2 * known_ns + OVERHEAD_STEP_NS

@@ -14,7 +14,7 @@ from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.flights import PREFILL, Flight, Flights
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.one_flight import ONE_FLIGHT_STREAMS_MIN, OneFlight, may_be_better
-from relayline.coordinator.schedule.overhead import Held, Overhead
+from relayline.coordinator.schedule.overhead import Held, Overhead, RoundTrip
 from relayline.coordinator.schedule.pool import Pool
 from relayline.coordinator.schedule.prompt_line import BURST_PRESSURE, PromptLine
 
@@ -60,6 +60,10 @@ class PlanChoice:
     def stages_held(self, held: Sequence[Held]) -> None:
         """Take how long the stages held frames."""
         self._overhead.stages_held(held)
+
+    def round_trips(self) -> list[RoundTrip]:
+        """Return the overhead of a round trip now, and as it was with other numbers of streams."""
+        return self._overhead.known(self._base.round_trip)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 

@@ -157,8 +157,17 @@ class Scheduler:
         return self._plans.plan(self._plans.planner())
 
     def describe(self) -> dict[str, object]:
-        """Return the plan and the overhead of a round trip, for GET /v1/pipeline."""
-        return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.round_trip.ns)}
+        """Return the plan and the overhead of a round trip, for GET /v1/pipeline.
+
+        `overheads`: the present one, and the latest with other numbers of streams: `ns` with `streams` of them, and
+        `stream_ns` for each one more.
+        """
+        overheads = [dataclasses.asdict(each) for each in self._plans.round_trips()]
+        return {
+            **dataclasses.asdict(self.plan()),
+            "overhead_ns": round(self.planner.round_trip.ns),
+            "overheads": [{name: round(value) for name, value in each.items()} for each in overheads],
+        }
 
     def take(self, now_ns: int) -> list[list[OutFrame]]:
         """Return the envelopes that leave now, in order."""

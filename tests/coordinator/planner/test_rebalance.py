@@ -9,6 +9,7 @@ import pytest
 
 from relayline.coordinator.planner.imbalance import GAIN_MIN, HOLD_NS, Imbalance, ImbalanceWatch
 from relayline.coordinator.planner.rebalance import DAY_NS, Rebalancer
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import CostCurve
 
@@ -40,7 +41,7 @@ class World:
             layer_ms = self.layer_ms(self.now_ns / 1e9)
             steps_ms = [ms * (end - start) for ms, (start, end) in zip(layer_ms, self.edges, strict=True)]
             costs = [_cost(ms) for ms in steps_ms]
-            self.watch.look(costs, 16, n_steps=60, overhead_ns=0.0, now_ns=self.now_ns)
+            self.watch.look(costs, 16, n_steps=60, round_trip=RoundTrip(), now_ns=self.now_ns)
             wanted = self.rebalancer.wanted(self.watch.reported, self.cuts, self.now_ns)
             if wanted:
                 self.rebalancer.moved(self.cuts, wanted, self.now_ns, is_own=True)

@@ -128,6 +128,8 @@ def test_the_overhead_of_a_stream_is_learned_from_two_numbers_of_them() -> None:
     landed(overhead, 64, 3.8, before)
     known = overhead.revised(known)
     assert [known.of(streams) / MS for streams in (8, 36, 64)] == pytest.approx([1.0, 2.4, 3.8])
+    now, few = overhead.known(known)
+    assert (now.streams, few.streams, few.ns / MS) == (64, 8, pytest.approx(1.0))
 
 
 def test_the_overhead_of_a_small_flight_is_that_of_all_streams_that_run() -> None:

@@ -14,6 +14,7 @@ from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.model_files.adapters import choice_keys
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.settings.table import wants_rows_ahead
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,8 +44,7 @@ class StageFacts:
         Larger steps may round differently from the ones that the coordinator would have made.
         """
         settings = self.config.engine
-        is_wanted = settings.run_ahead == "on" or (settings.run_ahead == "auto" and settings.gpu_layers != 0)
-        if not is_wanted or self.artifact.stage_count > 1 or not self.rewinds or settings.policy == "single":
+        if not wants_rows_ahead(settings) or self.artifact.stage_count > 1 or not self.rewinds:
             return 0
         return ATTENTION_TILE_ROWS - 1 if self.goes_by_tiles else settings.max_rows
 

@@ -59,6 +59,8 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
         notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
     notes += lowered_lanes(manifest, facts)
     notes += gpu_sharing(manifest)
+    if manifest.serving.grant_steps and len(instance.hosts) > 1:
+        notes.append("the rates are those without grants (grantSteps), which save the way to the coordinator and back")
     threads = {host.machine: 0 for host in instance.hosts}
     for host in instance.hosts:
         threads[host.machine] += host.threads

@@ -39,7 +39,7 @@ from relayline.deploy.planning.drafting import (
 from relayline.deploy.planning.gpu_speeds import UNKNOWN, GpuSpeed, speed_of
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
-from relayline.deploy.planning.shapes import bytes_of_weight, shape_of
+from relayline.deploy.planning.shapes import bytes_of_weight, runs_ahead, shape_of
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
@@ -122,6 +122,7 @@ def instance_of(
                 layers=stage.layer_range,
                 device=device,
                 offload=offload,
+                runs_ahead=runs_ahead(dataclasses.replace(manifest.engine, **stage.engine_settings), facts),
             )
         )
     busy = [host.name for host in hosts if host.name in known and known[host.name].is_doubtful]

@@ -1,4 +1,4 @@
-"""The sizes of a model that planning needs, from its file's header."""
+"""The facts of a model that planning needs, from its file's header."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from relayline.coordinator.model.family import ATTENDS, RECURRENT
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import BLOCK_NAME, ModelFacts
 from relayline.coordinator.planner.instance import Before, ModelShape
+from relayline.wire.settings.table import EngineSettings, wants_rows_ahead
 
 
 def shape_of(facts: ModelFacts) -> ModelShape:
@@ -62,3 +63,8 @@ def bytes_of_weight(facts: ModelFacts) -> float:
                 count *= dim
             size_bytes, n_weights = size_bytes + tensor.size_bytes, n_weights + count
     return size_bytes / n_weights if n_weights else 1.0
+
+
+def runs_ahead(engine: EngineSettings, facts: ModelFacts) -> bool:
+    """Return whether a stage with all layers computes rows ahead: a recurrent state cannot be taken back."""
+    return wants_rows_ahead(engine) and not any(facts.state_bytes_per_lane)

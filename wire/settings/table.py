@@ -327,6 +327,12 @@ class EngineSettings(Settings):
         return dataclasses.replace(self, n_threads=self.threads_used, kv_layout=self.layout_used)
 
 
+def wants_rows_ahead(engine: EngineSettings) -> bool:
+    """Whether a stage that is the whole model computes next rows before they are asked for, if its lanes allow it."""
+    is_wanted = engine.run_ahead == "on" or (engine.run_ahead == "auto" and engine.gpu_layers != 0)
+    return is_wanted and engine.policy != "single"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSettings(Settings):
     """How a coordinator takes requests and fills its stages."""

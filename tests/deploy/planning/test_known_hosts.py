@@ -298,3 +298,22 @@ def test_the_way_to_a_relayed_stage_passes_the_coordinators_host() -> None:
     assert [line.endswith("from here through the relay") for line in lines] == [False, True]
     remember_hosts(relayed, DEMO_MODEL, [report("server", 1.0, link=direct)])
     assert "server" not in known_hosts(relayed, DEMO_MODEL), "a direct way says nothing of the relay's"
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "expected"),
+    [
+        ("{name: a, device: gpu}", "", True),
+        ("{name: a, device: cpu}", "", False),
+        ("{name: a, device: cpu}", "runAhead: 'on'", True),
+        ("{name: a, device: gpu}", "runAhead: 'off'", False),
+        ("{name: a, device: gpu}", "policy: single", False),
+    ],
+)
+def test_a_host_alone_is_planned_with_the_rows_ahead_that_its_stage_computes(
+    stage: str, settings: str, expected: bool
+) -> None:
+    head = MANIFEST.format(model=DEMO_MODEL, kv="f16", laptop="").partition("  stages:")[0]
+    text = f"{head}  batching: {{{settings}}}\n  stages:\n  - {stage}\n  - {{name: b}}\n"
+    instance = instance_of(parse_manifest(text.encode(), "manifest"), inspect_model(DEMO_MODEL))
+    assert instance.hosts[0].runs_ahead is expected

@@ -39,8 +39,9 @@ PROMPTS = (
 @pytest.fixture(scope="module", params=["auto", pytest.param("unified", marks=pytest.mark.nightly)])
 def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
+    # Two groups: where a busy host makes the links look slow, the plan is right to send each of eight streams alone.
     flags = ("--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json", "--ctx", "1024", "--lanes",
-             "16", "--threads", "1", "--kv-layout", request.param)  # fmt: skip
+             "16", "--threads", "1", "--kv-layout", request.param, "--groups", "2", "--group-rows", "4")  # fmt: skip
     # Once as a user's are. Each costs seconds of processor time, so no other process of this file is one.
     begun = own_processes() if request.param == "auto" else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:

@@ -43,7 +43,7 @@ class Loads:
 
         Raises NotReadyError where the gateway finds soon that it cannot wake.
         """
-        backend.is_loading, backend.has_failed = True, False
+        backend.is_loading, backend.is_unloading, backend.has_failed = True, False, False
         task = self._loading[backend] = asyncio.create_task(self._load(backend, headers))
         task.add_done_callback(functools.partial(self._ended, backend))
         await asyncio.wait({task}, timeout=LOAD_ANSWER_S)
@@ -82,10 +82,12 @@ class Loads:
         loading = [each for each in backends if each in self._loading]
         await self._give_up(loading)
         await self.look(backends)
-        awake = [each for each in backends if each in loading or not each.is_asleep]
-        links = [link for each in awake if (link := self._links.links.get(each)) is not None]
-        told = (self._forwarder.told(link, _SLEEP, headers) for link in links)
+        links = self._links.links
+        awake = [each for each in backends if each in links and (each in loading or not each.is_asleep)]
+        told = (self._forwarder.told(links[each], _SLEEP, headers) for each in awake)
         answers = await asyncio.gather(*told, return_exceptions=True)
+        for backend, answer in zip(awake, answers, strict=True):
+            backend.is_unloading = isinstance(answer, Refusal) and answer.status < 400
         await self.look(awake)
         for answer in answers:
             if isinstance(answer, BaseException):

@@ -109,9 +109,11 @@ class ModelHandlers:
         if self.loads.is_closed:
             raise NotReadyError("the gateway is draining; no new requests")
         name, replicas = await self._named(request)
-        if status_of(replicas).is_running:
-            raise InvalidRequestError("model is already running", "model")
-        backend = self._router.choose(Asked(name))
+        backend = next((each for each in replicas if each.is_unloading), None)  # it is to stay, then
+        if backend is None:
+            if status_of(replicas).is_running:
+                raise InvalidRequestError("model is already running", "model")
+            backend = self._router.choose(Asked(name))
         refusal = await self.loads.load(backend, self._headers(request))
         return json_response(_SUCCESS) if refusal is None else refusal.response()
 

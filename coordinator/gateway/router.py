@@ -80,6 +80,7 @@ class Backend:
         self.rests = False  # whether a request there waits for its stages to load
         self.is_asleep = False  # and whether they do not load yet
         self.is_loading = False  # because a client asked for that; it may still wait for its place
+        self.is_unloading = False  # once its requests have ended, because a client asked for that
         self.has_failed = False  # to load, when a client asked for that last
         self.n_others = 0  # requests there that are not this gateway's, when it was last heard
         self.heard_ns = 0
@@ -127,6 +128,7 @@ class Backend:
         self.models, self.n_lanes, self.problem = heard.models, max(1, heard.n_lanes), ""
         self.rests, self.is_asleep = heard.rests, heard.is_asleep
         self.has_failed &= heard.is_asleep
+        self.is_unloading &= not heard.is_asleep
         self.n_others = max(0, heard.n_requests - self.n_outstanding)
         self.heard_ns = now_ns
 

@@ -62,6 +62,7 @@ class SleepyReplica(Replica):
         self.on_wake: Callable[[], None] = lambda: None
         self.refuses: Exception | None = None
         self.waking: Gate | None = None
+        self.is_asked = False  # to sleep after its running requests
         self.cannot_wake: Exception | None = None
 
     def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> FakeStream:
@@ -73,7 +74,7 @@ class SleepyReplica(Replica):
             raise self.refuses
         if self.otherwise is Phase.WAKING:
             return {"is_sleeping": True, "state": "waking"}
-        self.ready = any(not stream.closed.is_set() for stream in self.streams)
+        self.ready = self.is_asked = any(not stream.closed.is_set() for stream in self.streams)
         return {"is_sleeping": not self.ready, "state": "awake" if self.ready else "asleep"}
 
     async def wake(self) -> dict[str, object]:
@@ -83,6 +84,7 @@ class SleepyReplica(Replica):
             self.otherwise = Phase.SLEEPING
         if self.cannot_wake is not None:
             raise self.cannot_wake
+        self.is_asked = False
         self._wake()
         return {"is_sleeping": False}
 

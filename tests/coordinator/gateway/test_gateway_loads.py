@@ -148,6 +148,21 @@ async def test_a_load_whose_turn_does_not_come_has_failed(
 
 
 @waits_for_loads
+async def test_a_load_takes_back_an_unload_that_waits_for_an_answer(tokenizer: Tokenizer) -> None:
+    async with house(tokenizer, "chat", "small") as world:
+        first = world.replicas[0]
+        async with busy(world):
+            assert await load(world, "chat", "unload") == SUCCESS
+            assert first.is_asked
+            assert await load(world, "chat") == SUCCESS
+            assert not first.is_asked
+            assert await load(world, "chat") == (400, "model is already running")
+        assert await load(world, "chat", "unload") == SUCCESS
+        assert await load(world, "chat") == SUCCESS, "it sleeps: this wakes it"
+        assert await load(world, "chat") == (400, "model is already running")
+
+
+@waits_for_loads
 async def test_a_load_that_fails_soon_is_refused(tokenizer: Tokenizer) -> None:
     async with house(tokenizer, "chat", "small") as world:
         first = world.replicas[0]

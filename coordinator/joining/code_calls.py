@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
+import functools
 import logging
 import secrets
 import time
@@ -84,7 +85,11 @@ class CodeCalls:
         deciding = asyncio.create_task(self._decide(exchange, asked.proof))
         self._deciding.add(deciding)
         deciding.add_done_callback(self._deciding.discard)
-        found = await asyncio.shield(deciding)  # a host that hangs up is counted, too
+        try:
+            found = await asyncio.shield(deciding)
+        except asyncio.CancelledError:  # a host that hangs up is counted and logged, too
+            deciding.add_done_callback(functools.partial(_left, request))
+            raise
         invitation = code_exchange.Invitation(self._pipeline, self.address, found.token, found.is_relayed)
         log.info("invited by code", extra={"fields": {"stage": found.name, "from": request.remote or ""}})
         return code_exchange.Sealed(exchange.end.seal(invitation))
@@ -121,9 +126,7 @@ class CodeCalls:
                 answer = await call(request)
             except RelaylineError as error:
                 # Each host that joins a pipeline asks all pipelines around it which of them has its code.
-                level = logging.INFO if request.method == "GET" else logging.WARNING
-                fields = {"from": request.remote or "", "reason": error.message}
-                log.log(level, "code refused", extra={"fields": fields})
+                _log_refused(request, error, logging.INFO if request.method == "GET" else logging.WARNING)
                 status, answer = http_status(error), enrolment.Refusal(error.label, error.message)
             return web.Response(body=msgspec.json.encode(answer), status=status, content_type="application/json")
 
@@ -136,6 +139,16 @@ def _read(body: bytes, kind: type[M]) -> M:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         text = "this is no message of an exchange by code; run the same relayline version on both ends"
         raise ProtocolError(text) from error
+
+
+def _left(request: web.Request, decided: asyncio.Task[CodedInvitation]) -> None:
+    """Log how it ended for a host that had hung up."""
+    if not decided.cancelled() and isinstance(error := decided.exception(), RelaylineError):
+        _log_refused(request, error, logging.WARNING)
+
+
+def _log_refused(request: web.Request, error: RelaylineError, level: int) -> None:
+    log.log(level, "code refused", extra={"fields": {"from": request.remote or "", "reason": error.message}})
 
 
 def _words(error: OSError) -> str:

@@ -251,7 +251,9 @@ class Said:
         return self._body
 
 
-async def test_who_hangs_up_after_a_wrong_try_is_counted(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_hangs_up_after_a_wrong_try_is_counted(
+    ca: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The only thread for files is busy with something else, so that nothing is written when the guesser goes."""
     code, look, busy, go_on = a_code(ca), SigningAuthority.coded, threading.Event(), threading.Event()
     codes = CodeCalls(SigningAuthority(ca), "lan")
@@ -281,6 +283,10 @@ async def test_who_hangs_up_after_a_wrong_try_is_counted(ca: Path, monkeypatch: 
         found = SigningAuthority(ca).coded(code.slot)
         assert found is not None
         assert found.n_wrong == 1
+        await asyncio.gather(*codes._deciding, return_exceptions=True)
+    (refusal,) = [record.fields for record in caplog.records if record.message == "code refused"]  # type: ignore[attr-defined]
+    assert refusal["from"] == Said.remote
+    assert "the code is wrong" in refusal["reason"]
 
 
 async def test_a_wrong_try_that_cannot_be_written_down_makes_the_code_void(

@@ -196,15 +196,15 @@ class RequestSpans:
         whose batch is recorded.
         """
         records = self._telemetry.records(Level.BATCHES)
-        for close in result.closed:
-            self._end(close.session_key)
+        for control in result.step.controls:  # in their order: a session may be opened and closed by one step
+            if records and control.flags & Flag.OPEN and control.options is not None and control.options.baggage:
+                self._baggage[control.session_key] = read_baggage(control.options.baggage)
+            if control.flags & Flag.CLOSE:
+                self._end(control.session_key)
         if not records:
             if self._phases:
                 self.finish()
             return
-        for control in result.step.controls:
-            if control.flags & Flag.OPEN and control.options is not None and control.options.baggage:
-                self._baggage[control.session_key] = read_baggage(control.options.baggage)
         if result.context == trace_context.NONE:
             return
         streams = len({frame.session_id for frame in result.members})

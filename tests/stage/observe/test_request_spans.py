@@ -132,6 +132,18 @@ def test_a_lower_level_ends_open_spans() -> None:
     assert attributes_of(span)[names.ATTR_BATCHES] == 1
 
 
+def test_baggage_goes_with_a_session_that_is_opened_and_closed_by_one_step() -> None:
+    """Its client went while the stage was computing something else."""
+    world = World()
+    opening = control(5, Flag.OPEN)
+    opening.options = pb.SessionOptions(baggage="user=7")
+    world.step(controls=(opening, control(5, Flag.CLOSE)))
+    world.step(world.row(0))  # of a later one with its number
+    world.step(controls=(control(5, Flag.CLOSE),))
+    (span,) = world.batches()
+    assert "baggage.user" not in attributes_of(span)
+
+
 def test_baggage_of_the_open_stands_on_the_span() -> None:
     world = World()
     opening = control(5, Flag.OPEN)

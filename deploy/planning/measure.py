@@ -15,15 +15,15 @@ import json
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from relayline.coordinator.model.cuts import is_allowed, legal_cuts
+from relayline.coordinator.model.cuts import is_allowed, legal_cuts, ranges
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.inspection import ModelFacts, content_key, inspect_model
+from relayline.coordinator.model.inspection import BLOCK_NAME, ModelFacts, content_key, inspect_model
 from relayline.coordinator.model.origin import origins_of
 from relayline.coordinator.planner.speed import Sample, Speed, from_samples
 from relayline.stage.speed.calibrate import ROWS_DIFFER
@@ -33,6 +33,7 @@ from relayline.wire.common.errors import ModelFileError, StartError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.places import cache_dir
 from relayline.wire.common.process import terminated_as_interrupted
+from relayline.wire.model_files.gguf_header import Tensor
 from relayline.wire.model_files.hollow_slice import spreads_rows, write_hollow
 from relayline.wire.settings.setting import arguments as as_arguments
 from relayline.wire.settings.table import EngineSettings
@@ -78,15 +79,15 @@ def measure_speed(
     """
     facts, opened = inspect_model(model), open_model(model)
     is_hollow = bool(origins_of(opened))
-    if is_hollow and not spreads_rows(opened.tensors.values()):
+    if is_hollow and not spreads_rows(_measured_tensors(opened.tensors.values(), facts)):
         raise ModelFileError(
             f"{model.name}: its weights decide which experts work, and are on the hub; measure with `download: whole`, "
             "or plan without --measure"
         )
     settings = EngineSettings(
         n_threads=n_threads, n_lanes=LANES, ctx_tokens=CTX_TOKENS, gpu_layers=gpu_layers, kv_type=kv_type
-    )
-    names = {"n_threads", "n_lanes", "ctx_tokens", "gpu_layers", "kv_type"}
+    ).of_architecture(facts.architecture)
+    names = {"n_threads", "n_lanes", "ctx_tokens", "gpu_layers", "kv_type", "kv_layout"}
     arguments = as_arguments(settings, lambda entry: entry.name in names)
     path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +130,15 @@ def slices_for(facts: ModelFacts, wanted_bytes: float = 0.0) -> Iterator[tuple[t
         if small > large:
             yield (small, last), 1
     yield (last,), 1
+
+
+def _measured_tensors(tensors: Iterable[Tensor], facts: ModelFacts) -> Iterator[Tensor]:
+    """Yield those of the layers that are measured."""
+    edges = [ranges(facts.n_layers, cuts)[index] for cuts, index in slices_for(facts)]
+    for tensor in tensors:
+        block = BLOCK_NAME.match(tensor.name)
+        if block is not None and any(start <= int(block["layer"]) < end for start, end in edges):
+            yield tensor
 
 
 def _leads(facts: ModelFacts, start: int) -> bool:

@@ -21,7 +21,7 @@ from relayline.wire.model_files.gguf_header import Tensor, read_header
 DIVISORS = "rope_"  # tensors by which angles are divided
 ROUTER = ".ffn_gate_inp.weight"
 SHARED_GATE = ".ffn_gate_inp_shexp.weight"  # of a shared expert; some graphs divide by its value
-MIXED = ".hc_"  # tensors that mix several streams of rows before a router, by values that are not known here
+BY_TOKEN = ".ffn_gate_tid2eid.weight"  # tables in which layers look up a token's experts: no zeros will do
 _SCALES = re.compile(r"norm\w*\.weight$|scale")  # vectors that rows are multiplied with
 F32, F16, BF16 = 0, 1, 30
 SEED = 20_261_130  # the same values on every machine
@@ -47,14 +47,15 @@ def write_hollow(path: Path, header: bytes, size_bytes: int) -> None:
 
 
 def spreads_rows(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether rows choose different experts without the model's weights, or there are none.
+    """Tell whether rows choose different experts in these layers without the model's weights, or there are none.
 
-    All routers are to have plain numbers, and get their rows from norms alone.
+    Routers are to have plain numbers. Where a row is several streams (deepseek4, hy_v4), zeros mix these equally: rows
+    that differ still do before a router.
     """
     found = list(tensors)
     routers = [tensor for tensor in found if _is_router(tensor)]
     is_plain = all(tensor.type_id in (F32, F16, BF16) for tensor in routers)
-    return not routers or (is_plain and not any(MIXED in tensor.name for tensor in found))
+    return is_plain and not any(tensor.name.endswith(BY_TOKEN) for tensor in found)
 
 
 def _is_router(tensor: Tensor) -> bool:

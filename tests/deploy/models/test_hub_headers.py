@@ -338,8 +338,9 @@ def test_a_model_of_layers_is_measured_without_its_weights(hub: Hub, model: Path
 
 
 @pytest.mark.slow
-def test_experts_are_measured_without_their_weights(hub: Hub, tmp_path: Path) -> None:
-    experts = make_tiny("qwen3moe", tmp_path / "moe-Q4_K_M.gguf", n_layers=4, tokenizer=True)
+@pytest.mark.parametrize("family", ["qwen3moe", "deepseek4", "hy_v4"])
+def test_experts_are_measured_without_their_weights(hub: Hub, tmp_path: Path, family: str) -> None:
+    experts = make_tiny(family, tmp_path / "moe-Q4_K_M.gguf", tokenizer=True)
     hub.files["org/moe/moe-Q4_K_M.gguf"] = experts.read_bytes()
     done = relayline(hub, tmp_path, "plan", layers_manifest(tmp_path, "org/moe/moe-Q4_K_M.gguf"), "--json", "--measure")
     assert done.returncode == 0, done.stderr
@@ -347,7 +348,7 @@ def test_experts_are_measured_without_their_weights(hub: Hub, tmp_path: Path) ->
 
 
 def test_experts_that_only_weights_can_choose_are_not_measured_without_them(hub: Hub, tmp_path: Path) -> None:
-    experts = make_tiny("deepseek4", tmp_path / "moe-Q4_K_M.gguf", tokenizer=True)
+    experts = make_tiny("deepseek4:hash", tmp_path / "moe-Q4_K_M.gguf", n_layers=4, tokenizer=True)
     hub.files["org/moe/moe-Q4_K_M.gguf"] = experts.read_bytes()
     manifest = layers_manifest(tmp_path, "org/moe/moe-Q4_K_M.gguf")
     done = relayline(hub, tmp_path, "plan", manifest, "--measure")

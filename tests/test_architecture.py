@@ -60,6 +60,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator/http/edge",),
         ("coordinator/http/requests",),
         (
+            "coordinator/http/conversations/asking.py",
             "coordinator/http/embeddings/asking.py",
             "coordinator/http/rerank/asking.py",
             "coordinator/http/llama/asking.py",
@@ -68,6 +69,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             "coordinator/http/ollama/asking.py",
             "coordinator/http/responses/asking.py",
             "coordinator/http/responses/bodies.py",
+            "coordinator/http/responses/items.py",
             "coordinator/http/transcriptions/asking.py",
         ),
         ("coordinator/http/workers",),
@@ -145,6 +147,7 @@ PURE_CORES = (
     "coordinator/planner/speed.py",
     "coordinator/planner/whatif.py",
     "coordinator/text/detokenize.py",
+    "coordinator/http/conversations/store.py",
     "coordinator/http/workers/fair_line.py",
     "coordinator/gateway/peek.py",
     "coordinator/gateway/router.py",

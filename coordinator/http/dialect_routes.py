@@ -7,6 +7,8 @@ from aiohttp import web
 from relayline.coordinator.http.batches.handlers import BatchHandlers
 from relayline.coordinator.http.batches.message_handlers import MessageBatchHandlers
 from relayline.coordinator.http.batches.room import Room
+from relayline.coordinator.http.conversations.handlers import ConversationHandlers
+from relayline.coordinator.http.conversations.keeper import Conversations
 from relayline.coordinator.http.edge.route_names import RERANK_PATHS, SCORE_PATHS, TRANSCRIPTION_PATHS
 from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
 from relayline.coordinator.http.llama.handlers import LlamaHandlers
@@ -16,8 +18,9 @@ from relayline.coordinator.http.openapi import add_openapi
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.rerank.handlers import RerankHandlers
 from relayline.coordinator.http.responses.background import Background
-from relayline.coordinator.http.responses.begin import BACKGROUND, STORE
+from relayline.coordinator.http.responses.begin import BACKGROUND, CONVERSATIONS, STORE
 from relayline.coordinator.http.responses.handlers import ResponseHandlers
+from relayline.coordinator.http.responses.making import MakingHandlers
 from relayline.coordinator.http.responses.store import ResponseStore
 from relayline.coordinator.http.sleep_handlers import SleepControl
 from relayline.coordinator.http.transcriptions.handlers import TranscriptionHandlers
@@ -29,19 +32,24 @@ def add_dialects(app: web.Application, service: Service, sleep: SleepControl | N
     Returns the paths that tell nothing about anybody, which need no key.
     """
     store = app[STORE] = ResponseStore()
-    background = app[BACKGROUND] = Background(service, store)
+    conversations = app[CONVERSATIONS] = Conversations()
+    background = app[BACKGROUND] = Background(service, store, conversations)
     app.on_shutdown.append(background.close)
-    app.add_routes(_routes(service, ResponseHandlers(service, store, background), sleep))
+    making = MakingHandlers(service, store, background, conversations)
+    app.add_routes(_routes(service, making, ResponseHandlers(service, store, background), sleep))
+    app.add_routes(ConversationHandlers(service, conversations).routes())
     return add_openapi(app)
 
 
-def _routes(service: Service, responses: ResponseHandlers, sleep: SleepControl | None) -> list[web.RouteDef]:
+def _routes(
+    service: Service, making: MakingHandlers, responses: ResponseHandlers, sleep: SleepControl | None
+) -> list[web.RouteDef]:
     messages, llama = MessageHandlers(service), LlamaHandlers(service)
     embeddings, rankings = EmbeddingHandlers(service), RerankHandlers(service)
     transcriptions, room = TranscriptionHandlers(service), Room()
     return [
-        web.post("/v1/responses", responses.create),
-        web.post("/v1/responses/input_tokens", responses.count),
+        web.post("/v1/responses", making.create),
+        web.post("/v1/responses/input_tokens", making.count),
         web.get("/v1/responses/{id}", responses.retrieve),
         web.delete("/v1/responses/{id}", responses.delete),
         web.get("/v1/responses/{id}/input_items", responses.input_items),

@@ -16,6 +16,11 @@ import msgspec
 from aiohttp import hdrs, web
 
 from relayline.coordinator.http.batches.bodies import BatchBody, FileForm, MessageBatchBody
+from relayline.coordinator.http.conversations.asking import (
+    ConversationBody,
+    ConversationItemsBody,
+    ConversationUpdateBody,
+)
 from relayline.coordinator.http.edge.errors import ErrorBody
 from relayline.coordinator.http.edge.route_names import RERANK_PATHS, SCORE_PATHS, TRANSCRIPTION_PATHS
 from relayline.coordinator.http.embeddings.asking import EmbeddingsBody
@@ -44,6 +49,9 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/chat/completions"): bodies.ChatBody,
     ("POST", "/v1/responses"): ResponsesBody,
     ("POST", "/v1/responses/input_tokens"): ResponsesBody,
+    ("POST", "/v1/conversations"): ConversationBody,
+    ("POST", "/v1/conversations/{id}"): ConversationUpdateBody,
+    ("POST", "/v1/conversations/{id}/items"): ConversationItemsBody,
     ("POST", "/v1/messages"): MessagesBody,
     ("POST", "/v1/messages/count_tokens"): MessagesBody,
     ("POST", "/tokenize"): bodies.TokenizeBody,

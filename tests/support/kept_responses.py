@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from relayline.coordinator.http.app import make_app
@@ -12,11 +12,28 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.coordinator.http.opening import opened
 from relayline.coordinator.http.replies.service import ServedModel
+from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.settings.table import ServingSettings
-from tests.support.http_support import CREATED, MODEL, FakeGenerator
+from tests.support.http_support import CREATED, MODEL, FakeGenerator, Gate, Step, tokens
+
+
+class Speaker(FakeGenerator):
+    """Says one text, from behind what was said before, and stops at a gate after some bytes."""
+
+    def __init__(self, text: bytes = b"hello", n_free: int | None = None) -> None:
+        super().__init__(self.play)
+        self.text, self.n_free, self.gate = text, n_free, Gate()
+
+    def play(self, request: GenerationRequest) -> Iterable[Step]:
+        steps = [*tokens(request, self.text)]
+        for at, step in enumerate(steps):
+            if at == self.n_free:
+                yield self.gate
+            if at >= len(request.said):
+                yield step
 
 
 @contextlib.asynccontextmanager

@@ -144,6 +144,21 @@ class ResponseNotFoundError(InvalidRequestError):
     label = "response_not_found"
 
 
+class ConversationNotFoundError(InvalidRequestError):
+    """The request names a conversation that is not here, or not any more, or an item that it does not have."""
+
+    label = "conversation_not_found"
+
+
+class ConversationLockedError(InvalidRequestError):
+    """The request would change a conversation that a response goes on with now. It may be sent again after that one.
+
+    The code and the status are OpenAI's: its Agents SDK looks for both before it tries again.
+    """
+
+    label = "conversation_locked"
+
+
 class FileNotStoredError(InvalidRequestError):
     """The request names a file or a batch that is not here, or is another key's."""
 
@@ -287,6 +302,8 @@ STATUS: dict[str, tuple[str, int]] = {
     ContextLengthError.label: ("INVALID_ARGUMENT", 400),
     ModelNotFoundError.label: ("NOT_FOUND", 404),
     ResponseNotFoundError.label: ("NOT_FOUND", 404),
+    ConversationNotFoundError.label: ("NOT_FOUND", 404),
+    ConversationLockedError.label: ("ABORTED", 400),
     FileNotStoredError.label: ("NOT_FOUND", 404),
     NotServedError.label: ("UNIMPLEMENTED", 501),
     OverloadedError.label: ("RESOURCE_EXHAUSTED", 429),

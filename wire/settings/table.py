@@ -642,8 +642,9 @@ class ServingSettings(Settings):
     responses_dir: str = setting(
         "",
         """
-    Directory for stored responses of /v1/responses, on the coordinator's host. It keeps them over
-    restarts, and goes on with those in the background. Empty: they are in memory, and end with the coordinator.""",
+    Directory for stored responses of /v1/responses and for /v1/conversations, on the coordinator's host. It keeps them
+    over restarts, and goes on with responses in the background. Empty: they are in memory, and end with the
+    coordinator.""",
         flag="--responses-dir",
         place="coordinator.responsesDir",
         reader=COORDINATOR,

@@ -80,6 +80,7 @@ _WITHOUT_V1 = {
     "/messages",
     "/models",
     "/responses",
+    "/conversations",
     "/files",
     "/batches",
 }

@@ -19,18 +19,23 @@ from relayline.coordinator.http.replies.merge import Arrival, Merge
 from relayline.coordinator.http.replies.observe import note_output, wants_content
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.replies.spending import Spending
-from relayline.coordinator.http.replies.streaming import Streaming
+from relayline.coordinator.http.replies.streaming import BeforeEnd, Streaming
 
 # Longer answers are written elsewhere than on the event loop: 6,400 tokens with 5 alternatives each take 100 ms.
 WRITTEN_INLINE_TOKENS_MAX = 512
 
 
 async def run(
-    request: web.Request, service: Service, job: Job, dialect: Dialect, form: StreamForm = SSE
+    request: web.Request,
+    service: Service,
+    job: Job,
+    dialect: Dialect,
+    form: StreamForm = SSE,
+    before_end: BeforeEnd | None = None,
 ) -> web.StreamResponse:
     """Admit the job and answer it in the form that it asks for. Raises the refusal, before any byte is sent.
 
-    `form` is that of a stream.
+    `form` is that of a stream. `before_end` is awaited once the answer is whole, before its client sees that.
     """
     spending = Spending(request, service.observer)
     spending.check(job.n_prompt_tokens)
@@ -47,8 +52,11 @@ async def run(
                 dialect.so_far = answers.so_far
         try:
             if job.plan.stream:
-                return await Streaming(request, service, dialect, merge, answers, form).run()
-            return await _collect(request, service, dialect, merge, answers)
+                return await Streaming(request, service, dialect, merge, answers, form, before_end).run()
+            reply = await _collect(request, service, dialect, merge, answers)
+            if before_end is not None:
+                await before_end()
+            return reply
         finally:
             spending.ended(answers.spent())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -25,6 +26,8 @@ from relayline.wire.common.errors import InternalError, RelaylineError
 
 log = logging.getLogger("relayline.http")
 
+BeforeEnd = Callable[[], Awaitable[None]]
+
 
 class Streaming:
     """Streams one answer; `run` once."""
@@ -37,7 +40,10 @@ class Streaming:
         merge: Merge,
         answers: Answers,
         form: StreamForm = SSE,
+        before_end: BeforeEnd | None = None,
     ) -> None:
+        """`before_end` is awaited before the last events of a whole answer."""
+        self._before_end = before_end
         self._request, self._service, self._dialect = request, service, dialect
         self._merge, self._answers = merge, answers
         limits = service.limits
@@ -69,6 +75,8 @@ class Streaming:
         if self._grown is not None:
             note_output(self._request[RECORD], [sum_of(parts) for parts in self._grown])
         if self._is_whole:
+            if self._before_end is not None:
+                await self._before_end()
             await writer.finish(self._events)
             note_whole(self._request)
         else:

@@ -22,7 +22,14 @@ from relayline.coordinator.http.requests.inner_form import (
     text_in,
     with_system,
 )
-from relayline.coordinator.http.responses.bodies import ResponsesBody, check_served, is_hosted
+from relayline.coordinator.http.responses.bodies import (
+    ConversationName,
+    ResponsesBody,
+    check_served,
+    conversation_id,
+    is_hosted,
+)
+from relayline.coordinator.http.responses.items import kept_items
 from relayline.coordinator.sessions.tenants import tier_of
 from relayline.coordinator.text.places import PLACE
 from relayline.wire.common.errors import InvalidRequestError
@@ -43,7 +50,7 @@ _NAMES = {
 class Context(Struct):
     """The stored context that a body refers to, as JSON text: it goes before the body."""
 
-    history: list[Any]  # items of the responses before this one
+    history: list[Any]  # items of the responses before this one, or of the conversation
     items: dict[str, Any]  # by their ids
 
 
@@ -52,6 +59,7 @@ class References(Struct):
 
     previous_response_id: str | None = None
     item_ids: list[str] = []
+    conversation_id: str | None = None
 
 
 class AnswerOptions(Struct):
@@ -62,6 +70,7 @@ class AnswerOptions(Struct):
     store: bool
     background: bool
     previous_response_id: str | None
+    conversation_id: str | None  # to which its items and those of its input are added
     namespaced: dict[str, tuple[str, str]]  # the name that the model sees of a tool in a name space -> both names
 
 
@@ -70,19 +79,24 @@ REFERENCES_MAX = 4_096  # items of one body, each of which is looked up on the e
 
 class _Referring(Struct):
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     input: Any = None
 
 
 def references(raw: bytes | bytearray) -> bytes:
     """Return msgpack of the References in a body. Raises InvalidRequestError."""
     sent = decode_body(raw, _Referring)
+    if sent.conversation is not None and sent.previous_response_id is not None:
+        text = "send one of conversation and previous_response_id: each says what goes before the input"
+        raise InvalidRequestError.of_field("previous_response_id", text)
     items = sent.input if isinstance(sent.input, list) else []
     ids = [item.get("id") for item in items if isinstance(item, Mapping) and item.get("type") == "item_reference"]
     if len(ids) > REFERENCES_MAX:
         raise InvalidRequestError.of_field(
             "input", f"{len(ids)} item references, at most {REFERENCES_MAX} are looked up"
         )
-    found = References(sent.previous_response_id, [each for each in ids if isinstance(each, str)])
+    named = conversation_id(sent.conversation)
+    found = References(sent.previous_response_id, [each for each in ids if isinstance(each, str)], named)
     return msgspec.msgpack.encode(found)
 
 
@@ -92,12 +106,14 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
     raw = raw[n_context:]
     body = decode_body(raw, ResponsesBody)
     check_served(body)
-    if body.previous_response_id is not None and not n_context:
-        raise InvalidRequestError.of_field("previous_response_id", "write this key without escapes")
+    for key in ("previous_response_id", "conversation"):
+        if getattr(body, key) is not None and not n_context:
+            raise InvalidRequestError.of_field(key, "write this key without escapes")
     items = _input_items(body, context)
     try:
         tools, namespaced, left_out = _tools(body.tools or [])
-        messages = _messages(context.history, "history") + _messages(items, "input")
+        before = "history" if body.conversation is None else "conversation.items"
+        messages = messages_of(context.history, before) + messages_of(items, "input")
         if not messages:
             raise InvalidRequestError.of_field("input", "needs text, or a list with at least one item")
         chosen = _choice(body.tool_choice, namespaced)
@@ -107,10 +123,11 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
         raise renamed(error, _NAMES) from None
     options = AnswerOptions(
         _echo(body, left_out).encode("utf-8", "replace"),
-        [(item["id"], as_json(item).encode("utf-8", "replace")) for item in _with_ids(items)],
+        _named_items(items) if body.conversation is None else kept_items(items),
         body.store is not False,
         body.background is True,
         body.previous_response_id,
+        conversation_id(body.conversation),
         namespaced,
     )
     return Inner(chat, msgspec.msgpack.encode(options))
@@ -139,11 +156,13 @@ def _input_items(body: ResponsesBody, context: Context) -> list[Fields]:
     return each_checked(body.input, "input", found)
 
 
-def _with_ids(items: Sequence[Fields]) -> list[Fields]:
-    return [
+def _named_items(items: Sequence[Fields]) -> list[tuple[str, bytes]]:
+    """Return items as their ids and their JSON; one without an id is named after its place."""
+    named = [
         item if isinstance(item.get("id"), str) else {"id": None, **item} | {"id": f"item_{at}"}
         for at, item in enumerate(items)
     ]
+    return [(item["id"], as_json(item).encode("utf-8", "replace")) for item in named]
 
 
 def _fields(body: ResponsesBody, tools: list[Fields], tool_choice: Any) -> Fields:
@@ -248,8 +267,11 @@ def _response_format(sent: Mapping[str, Any] | None) -> Fields | None:
     return {"type": kind, "json_schema": {key: sent[key] for key in ("name", "schema", "strict") if key in sent}}
 
 
-def _messages(items: Sequence[Fields], param: str) -> list[Fields]:
-    """Return items as the messages of a chat: one turn's text, reasoning and calls become one message."""
+def messages_of(items: Sequence[Fields], param: str) -> list[Fields]:
+    """Return items as the messages of a chat: one turn's text, reasoning and calls become one message.
+
+    Raises InvalidRequestError about an item of `param`.
+    """
     messages: list[Fields] = []
     turn: Fields | None = None  # of the model, not ended yet
     for at, item in enumerate(items):
@@ -384,6 +406,8 @@ def _echo(body: ResponsesBody, left_out: Sequence[str]) -> str:
         "truncation": "disabled",
     }
     named = {"prompt_cache_key": body.prompt_cache_key, "safety_identifier": body.safety_identifier, "user": body.user}
+    if body.conversation is not None:
+        echo["conversation"] = {"id": conversation_id(body.conversation)}
     if left_out:
         echo["tools_left_out"] = list(left_out)
     return as_json(echo | {name: value for name, value in named.items() if value is not None})

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from relayline.coordinator.http.conversations.keeper import Conversations
 from relayline.coordinator.http.edge.body import Request
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.replies.answers import Answers, sum_of
@@ -51,8 +52,15 @@ SAID_AT_ONCE_MAX = 64  # tokens of the coordinator before that are taken in one 
 class Background:
     """All such responses of one application."""
 
-    def __init__(self, service: Service, store: ResponseStore, n_max: int = BACKGROUND_RESPONSES_MAX) -> None:
+    def __init__(
+        self,
+        service: Service,
+        store: ResponseStore,
+        conversations: Conversations,
+        n_max: int = BACKGROUND_RESPONSES_MAX,
+    ) -> None:
         self._service, self._store, self._n_max = service, store, n_max
+        self._conversations = conversations
         self._running: dict[str, Running | Waiting] = {}
         self.keeper: ResponseKeeper | None = None
         """Keeps them over the end of this process; None: they end with it."""
@@ -110,6 +118,8 @@ class Background:
         if isinstance(request, Request):
             request.body_done()  # all that it says is in the job
         running.record.is_detached = True
+        if running.turn is not None:
+            running.turn.detach()
         running.admitted()
         self._running[running.id] = running
         keeps = wants_content(service.observer, request)
@@ -144,6 +154,8 @@ class Background:
     def _keep(self, running: Running | Waiting, ended: Stored) -> None:
         """Store one that has ended, with as much of it as there is room for."""
         del self._running[running.id]
+        if running.turn is not None:
+            running.turn.leave()
         smaller = dataclasses.replace(ended, recording=None)
         if ended.recording is not None:
             ended = dataclasses.replace(ended, recording=ended.recording.kept())
@@ -152,9 +164,10 @@ class Background:
             self.keeper.finished(running.id)
 
     async def cancel(self, running: Running | Waiting) -> None:
-        """Cancel one and wait for its end."""
+        """Cancel one and wait for its end; one whose answer has been made ends by itself."""
         if running.task is not None:
-            running.task.cancel()
+            if not running.is_whole:
+                running.task.cancel()
             await asyncio.wait([running.task])
         if self._running.get(running.id) is running:  # it is not asked for now
             self._keep(running, running.cancel())
@@ -174,9 +187,10 @@ class Background:
             return
         self._is_leaving = True
         left = [*self._running.values()]
+        for running in left:
+            if running.task is not None and not running.is_whole:
+                running.task.cancel()
         tasks = [running.task for running in left if running.task is not None]
-        for task in tasks:
-            task.cancel()
         if tasks:
             await asyncio.wait(tasks)
         left = [running for running in left if running.id in self._running]
@@ -230,7 +244,7 @@ class Background:
                 finally:
                     if not self._is_leaving:  # or the next coordinator counts all of it
                         spending.ended(answers.spent())
-            ended: Stored | None = await running.complete(answers)
+            ended: Stored | None = await running.complete(answers, self._conversations)
         except asyncio.CancelledError:
             ended = None
             if self._is_leaving:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from relayline.coordinator.http.conversations.keeper import ConversationKeeper, Conversations
 from relayline.coordinator.http.edge.inside import Inside
 from relayline.coordinator.http.responses.background import Background
 from relayline.coordinator.http.responses.directory import ResponseDirectory
@@ -19,6 +20,7 @@ from relayline.wire.common.places import expanded
 from relayline.wire.settings.table import ServingSettings
 
 BACKGROUND = web.AppKey("background_responses", Background)
+CONVERSATIONS = web.AppKey("conversations", Conversations)
 STORE = web.AppKey("response_store", ResponseStore)
 
 
@@ -31,11 +33,14 @@ async def keep_responses(
     """
     if not serving.responses_dir:
         return None
-    store, background = app[STORE], app[BACKGROUND]
+    store, background, conversations = app[STORE], app[BACKGROUND], app[CONVERSATIONS]
     directory = await asyncio.to_thread(ResponseDirectory, Path(expanded(serving.responses_dir)))
     stored, unfinished = await asyncio.to_thread(directory.load)
     for each in stored:
         store.put(each)
     keeper = store.mirror = ResponseKeeper(directory)
-    background.keep(keeper, [Waiting(each) for each in unfinished])
+    conversations.keep(ConversationKeeper(keeper), await asyncio.to_thread(directory.load_conversations))
+    orders = [each.order for each in unfinished]
+    turns = [conversations.turn_again(order.conversation_id, order.owner) for order in orders]
+    background.keep(keeper, [Waiting(each, turn) for each, turn in zip(unfinished, turns, strict=True)])
     return Resuming(background, keeper, generator, inside)

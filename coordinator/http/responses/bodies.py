@@ -37,6 +37,12 @@ class TextConfig(Struct):
     verbosity: str | None = None  # a hint, which no template knows
 
 
+class ConversationName(Struct):
+    """`conversation`, in its longer form."""
+
+    id: str
+
+
 class ResponsesBody(Struct, kw_only=True):
     """POST /v1/responses. None means absent."""
 
@@ -63,8 +69,8 @@ class ResponsesBody(Struct, kw_only=True):
     service_tier: str | None = None
     include: list[str] | None = None
     background: bool | None = None
+    conversation: str | ConversationName | None = None
     # Not served; see NEUTRAL.
-    conversation: Any = None
     prompt: Any = None
     truncation: Any = None
     moderation: Any = None
@@ -73,12 +79,16 @@ class ResponsesBody(Struct, kw_only=True):
 
 # Fields that are not served -> values without effect, and the client's alternative.
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "conversation": ((), "use previous_response_id, or send all items as input"),
     "prompt": ((), "stored prompts are not served here; send instructions and input"),
     "truncation": (("disabled", "auto"), "send disabled or auto; an input that is too long is refused either way"),
     "moderation": ((), "send none"),
     "context_management": (([],), "send none"),
 }
+
+
+def conversation_id(sent: str | ConversationName | None) -> str | None:
+    """Return the id of a conversation in either form."""
+    return sent.id if isinstance(sent, ConversationName) else sent
 
 
 def check_served(body: ResponsesBody) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from relayline.coordinator.http.replies.dialects import Header, token_logprob
 from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.http.requests.inner_form import named_frames
 from relayline.coordinator.http.responses.asking import AnswerOptions
+from relayline.coordinator.http.responses.items import ID_CHARS, PREFIXES
 from relayline.wire.common.errors import RelaylineError
 
 Item = dict[str, Any]
@@ -29,14 +29,7 @@ _CALLS = (
     ("function_call", "arguments", "function_call_arguments"),
     ("custom_tool_call", "input", "custom_tool_call_input"),
 )
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
-ID_CHARS = 48
 _INCOMPLETE = {"reason": "max_output_tokens"}
-
-
-def new_id(prefix: str) -> str:
-    """Return an id that cannot be guessed."""
-    return f"{prefix}_{secrets.token_hex(ID_CHARS // 2)}"
 
 
 def _part_id(response_id: str, part: str) -> str:
@@ -146,7 +139,7 @@ class OutputItems:
         return events
 
     def _begun(self, item: Item) -> list[bytes]:
-        name = f"{_PREFIXES[item['type']]}_{_part_id(self._response_id, f'item {len(self.items)}')}"
+        name = f"{PREFIXES[item['type']]}_{_part_id(self._response_id, f'item {len(self.items)}')}"
         item = {"type": item["type"], "id": name, "status": "in_progress", **item}
         self._open, self._texts, self._scored = item["type"], [], []
         self.items.append(item)

@@ -1,6 +1,7 @@
 """Responses of a coordinator as a directory: they outlive the process.
 
 * `stored/ID`: a response that has ended.
+* `conversations/ID`: a conversation.
 * `unfinished/`: background responses that have not; see `orders`.
 * `lock`: held by the coordinator that uses the directory.
 
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from relayline.coordinator.http.conversations.files import ConversationFiles
+from relayline.coordinator.http.conversations.store import Conversation
 from relayline.coordinator.http.responses.kept_files import VERSION, in_pieces, read_all, remove_torn, write
 from relayline.coordinator.http.responses.orders import OrderFiles, Unfinished
 from relayline.coordinator.http.responses.recording import Recording
@@ -23,7 +26,7 @@ from relayline.coordinator.http.responses.store import Stored
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, STORED_RESPONSES_MAX
 from relayline.wire.common.own_directory import OwnDirectory
 
-STORED, UNFINISHED = "stored", "unfinished"
+STORED, UNFINISHED, CONVERSATIONS = "stored", "unfinished", "conversations"
 
 
 class _StoredFile(msgspec.Struct, kw_only=True):
@@ -47,8 +50,9 @@ class ResponseDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._own = OwnDirectory(path, (STORED, UNFINISHED), "responses")
+        self._own = OwnDirectory(path, (STORED, UNFINISHED, CONVERSATIONS), "responses")
         self.orders = OrderFiles(path / UNFINISHED)
+        self.conversations = ConversationFiles(path / CONVERSATIONS)
 
     def close(self) -> None:
         """Let another coordinator have the directory."""
@@ -65,6 +69,11 @@ class ResponseDirectory:
                 if self._is_stored(each.order.id):
                     self.orders.finished(each.order.id)  # the process ended between the two
             return stored, [each for each in unfinished if not self._is_stored(each.order.id)]
+
+    def load_conversations(self) -> list[Conversation]:
+        """Return the conversations, as `ConversationFiles.load` does. Raises UsageError."""
+        with self._own.loading():
+            return self.conversations.load()
 
     def put(self, stored: Stored) -> None:
         """Write a response that has ended. Raises OSError."""

@@ -49,19 +49,22 @@ class ResponseKeeper:
     def put(self, stored: Stored) -> None:
         """Write a response soon."""
         self._broken.discard(stored.id)
-        n_bytes = stored.n_bytes
+        self.write(self.directory.put, stored, n_bytes=stored.n_bytes)
+
+    def write(self, function: Callable[..., None], *arguments: object, n_bytes: int) -> None:
+        """Let one of the directory's calls write this much soon, unless too much waits already."""
         if self._n_waiting < WRITES_WAITING_MAX and self._bytes_waiting + n_bytes <= WRITES_WAITING_BYTES_MAX:
-            self._later(self.directory.put, stored, n_bytes=n_bytes)
+            self.soon(function, *arguments, n_bytes=n_bytes)
         else:
             self._note("the disk is slow")
 
     def drop(self, id: str) -> None:
         """Forget a response soon."""
-        self._later(self.directory.drop, id)
+        self.soon(self.directory.drop, id)
 
     def used(self, ids: Sequence[str]) -> None:
         """Note soon that these were used now."""
-        self._later(self.directory.used, ids)
+        self.soon(self.directory.used, ids)
 
     async def forget(self, id: str) -> None:
         """Forget a response for certain. Raises HttpRefusal where the disk cannot be used."""
@@ -88,7 +91,7 @@ class ResponseKeeper:
 
     def finished(self, id: str) -> None:
         """Forget soon what a background response was to answer."""
-        self._later(self.directory.orders.finished, id)
+        self.soon(self.directory.orders.finished, id)
 
     async def add(self, id: str, events: Sequence[TokenEvent]) -> None:
         """Write what the model has said of a background response. After a failure no more is written of it."""
@@ -139,7 +142,8 @@ class ResponseKeeper:
             threads.shutdown()
         self.directory.close()
 
-    def _later(self, function: Callable[..., None], *arguments: object, n_bytes: int = 0) -> None:
+    def soon(self, function: Callable[..., None], *arguments: object, n_bytes: int = 0) -> None:
+        """Run one of the directory's calls after those that were asked for before. `n_bytes`: what it writes."""
         self._n_waiting += 1
         self._bytes_waiting += n_bytes
         self._files.submit(function, *arguments).add_done_callback(
@@ -158,10 +162,10 @@ class ResponseKeeper:
     def _note(self, fault: str) -> None:
         """Say once that the disk cannot be used, and once that it can."""
         if fault and not self._is_failing:
-            text = "responses cannot be written to %s, and those that end now are in memory only: %s"
+            text = "responses and conversations cannot be written to %s, and those of now are in memory only: %s"
             log.warning(text, self.directory.path, fault)
         elif self._is_failing and not fault:
-            log.info("responses are written to %s again", self.directory.path)
+            log.info("responses and conversations are written to %s again", self.directory.path)
         self._is_failing = bool(fault)
 
 

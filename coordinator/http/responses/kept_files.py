@@ -1,4 +1,6 @@
-"""Files of responses in a directory: each is one msgpack object that says its version, and is named after its id."""
+"""Files of responses and conversations in a directory: each is one msgpack object that says its version, and is named
+after its id.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ log = logging.getLogger("relayline.http")
 VERSION = 1  # of the files; those of another one are left out
 FILE_BYTES_MAX = STORED_RESPONSES_BYTES_MAX + (1 << 20)  # of one, with what surrounds its contents
 LONG_BYTES = 256 * 1024  # copied in some 0.1 ms
-_ID = re.compile(r"resp_[0-9a-f]{48}")
-_PARTIAL = re.compile(r"\.resp_[0-9a-f]{48}\.[0-9a-f]{8}")
+_ID = re.compile(r"(resp|conv)_[0-9a-f]{48}")
+_PARTIAL = re.compile(r"\.(resp|conv)_[0-9a-f]{48}\.[0-9a-f]{8}")
 
 T = TypeVar("T")
 
@@ -43,9 +45,9 @@ class _Head(msgspec.Struct):
     id: str
 
 
-def read_all(directory: Path, kind: type[T]) -> Iterator[T]:
+def read_all(directory: Path, kind: type[T], what: str = "response") -> Iterator[T]:
     """Return what is in the files of a directory, the one used last first. Files that cannot be read are left out, with
-    one line in the log, and those of another version with another line. Raises OSError.
+    one line in the log, and those of another version with another line; `what` they hold is for people. Raises OSError.
     """
     paths = [path for path in directory.iterdir() if _ID.fullmatch(path.name) and path.is_file()]
     left_out: list[str] = []
@@ -62,13 +64,13 @@ def read_all(directory: Path, kind: type[T]) -> Iterator[T]:
         yield found
     if others:
         versions = ", ".join(str(version) for version in sorted(set(others)))
-        text = "%s has responses in files of version %s, and this relayline reads version %d; left out: %d"
+        text = "%s has %ss in files of version %s, and this relayline reads version %d; left out: %d"
         advice = ". They stay there: start the relayline that wrote them, or remove these files"
-        log.warning(text + advice, directory, versions, VERSION, len(others))
+        log.warning(text + advice, directory, what, versions, VERSION, len(others))
     if left_out:
         n = len(left_out)
         text = "%s cannot be read and %s left out, the first is %s"
-        log.warning(text, counted(n, "response"), plural(n, "is", "are"), left_out[0])
+        log.warning(text, counted(n, what), plural(n, "is", "are"), left_out[0])
 
 
 def read(path: Path, kind: type[T]) -> T:

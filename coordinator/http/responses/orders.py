@@ -70,6 +70,7 @@ class Order(msgspec.Struct, kw_only=True):
     input_items: list[tuple[str, bytes]]
     previous_id: str | None
     is_stream: bool
+    conversation_id: str | None = None  # which files of 0.1.0 do not have
 
 
 class _Sent(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from relayline.coordinator.http.conversations.store import Turn
 from relayline.coordinator.http.edge.clients import CLIENT, PAYER, Payer
 from relayline.coordinator.http.edge.record import RECORD
 from relayline.coordinator.http.replies.job import Job
@@ -25,10 +26,11 @@ async def promised_job(
     dialect: ResponsesDialect,
     options: AnswerOptions,
     sent: Sent,
+    turn: Turn | None,
 ) -> Running:
     """Return a job as `Background.begin` takes it, written down where responses are kept. Raises the refusal."""
     again = request.get(AGAIN)
-    running = Running(request.get(CLIENT, ""), job, request[RECORD], dialect, options, again)
+    running = Running(request.get(CLIENT, ""), job, request[RECORD], dialect, options, turn, again)
     if background.keeper is None or again is not None:
         return running
     background.check_room(running.owner)
@@ -47,6 +49,7 @@ async def promised_job(
         input_items=options.input_items,
         previous_id=options.previous_response_id,
         is_stream=job.plan.stream,
+        conversation_id=options.conversation_id,
     )
     await background.keeper.promise(order)
     return running

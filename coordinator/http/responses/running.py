@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from relayline.coordinator.http.conversations.keeper import Conversations
+from relayline.coordinator.http.conversations.store import Turn
 from relayline.coordinator.http.edge.record import set_failure
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.answers import Answers
@@ -34,11 +36,17 @@ class Running:
         record: RequestRecord,
         dialect: ResponsesDialect,
         options: AnswerOptions,
+        turn: Turn | None = None,
         again: Waiting | None = None,
     ) -> None:
-        """`again`: what it was while it waited to be asked for again, whose readers stay."""
+        """`turn`: in its conversation. `again`: what it was while it waited to be asked for again, whose readers and
+        whose ids of items stay.
+        """
         self.id, self.owner, self.job, self.record = job.header.id, owner, job, record
-        self.dialect, self.options = dialect, options
+        self.dialect, self.options, self.turn = dialect, options, turn
+        self.is_whole = False
+        """Its answer has been made, and it is no longer to be cancelled."""
+        self._input_items = options.input_items if again is None else again.order.input_items
         self.recording = Recording() if job.plan.stream else None
         self._going = asyncio.Event() if again is None else again.is_going
         if again is not None:
@@ -70,13 +78,16 @@ class Running:
             self._write(self.dialect.finish_event(0, reason, growth.stop))
         return growth
 
-    async def complete(self, answers: Answers) -> Stored:
+    async def complete(self, answers: Answers, conversations: Conversations) -> Stored:
         """End it as a whole answer. A long one is written elsewhere than on the event loop."""
         usage = answers.usage()
         if usage.completion_tokens <= WRITTEN_INLINE_TOKENS_MAX:
             event, stored = self._whole(usage)
         else:
             event, stored = await asyncio.to_thread(self._whole, usage)
+        if self.turn is not None:
+            self.is_whole = True
+            await conversations.end(self.turn, [*stored.input_items, *stored.output_items])
         self._write(event)
         self._end()
         return stored
@@ -135,14 +146,16 @@ class Running:
             self.recording.end()
 
     def _with_output(self, body: bytes) -> Stored:
-        return self._stored(body, [(item["id"], shapes.encode(item)) for item in _to_go_on_with(self.dialect.items)])
+        return self._stored(body, kept_output(self.dialect.items))
 
     def _stored(self, body: bytes, output: Sequence[tuple[str, bytes]]) -> Stored:
-        options = self.options
-        previous_id, inputs = options.previous_response_id, options.input_items
+        previous_id, inputs = self.options.previous_response_id, self._input_items
         return Stored(self.id, self.owner, body, inputs, output, previous_id, True, self.recording)
 
 
-def _to_go_on_with(items: Sequence[Item]) -> list[Item]:
-    """Return the items that a next response may continue: without a call that has not been finished."""
-    return [item for item in items if item["status"] == "completed" or "content" in item]
+def kept_output(items: Sequence[Item]) -> list[tuple[str, bytes]]:
+    """Return the items that a next response may continue, as their ids and their JSON: without a call that has not been
+    finished.
+    """
+    kept = [item for item in items if item["status"] == "completed" or "content" in item]
+    return [(item["id"], shapes.encode(item)) for item in kept]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from relayline.coordinator.http.conversations.store import Turn
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.responses.orders import Sent, Unfinished
 from relayline.coordinator.http.responses.recording import Recording
@@ -21,10 +22,11 @@ class Waiting:
     """One response that waits to be asked for again."""
 
     task: asyncio.Task[None] | None = None
+    is_whole = False
 
-    def __init__(self, unfinished: Unfinished) -> None:
+    def __init__(self, unfinished: Unfinished, turn: Turn | None = None) -> None:
         order = self.order = unfinished.order
-        self.id, self.owner = order.id, order.owner
+        self.id, self.owner, self.turn = order.id, order.owner, turn
         self.n_starts = unfinished.n_starts
         self.recording = Recording() if order.is_stream else None
         self.is_going = asyncio.Event()

@@ -32,8 +32,7 @@ from relayline.coordinator.http.requests.inner_form import Inner
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.requests.plan_tokens import PlanTokens
 from relayline.coordinator.http.requests.prompts import check_fit, check_tokens, split_prompt
-from relayline.coordinator.http.responses import asking as responses_asking
-from relayline.coordinator.http.workers.other_chats import CHATS
+from relayline.coordinator.http.workers.other_chats import CHATS, ITEMS
 from relayline.coordinator.http.workers.prepared import (
     Asked,
     Enter,
@@ -68,7 +67,7 @@ class Preparer:
             "tokenize": self._tokenized,
             "detokenize": self._detokenized,
             "template": self._templated,
-            "references": lambda work: responses_asking.references(work.raw),
+            **ITEMS,
         }
         self._prepares: dict[Route, Callable[[Work], Prepared]] = {
             "chat": self._chat,

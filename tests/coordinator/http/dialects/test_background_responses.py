@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from relayline.coordinator.http.conversations.keeper import Conversations
 from relayline.coordinator.http.responses import background, running
 from relayline.coordinator.http.responses.recording import EVENT_BYTES, Reader, Recording
 from relayline.coordinator.http.responses.store import ResponseStore
@@ -325,7 +326,7 @@ async def test_one_api_key_does_not_take_all_places(tokenizer: Tokenizer, monkey
     async with client_of(tokenizer, held(b"he", gate, b"llo")) as (client, _):
         await client.responses.create(model=MODEL, input="hi", background=True)
         await client.responses.create(model=MODEL, input="hi", background=True)  # without keys there is one bound
-        places = background.Background(None, ResponseStore())  # type: ignore[arg-type]
+        places = background.Background(None, ResponseStore(), Conversations())  # type: ignore[arg-type]
         places._running = {name: SimpleNamespace(owner=name[0]) for name in ("a1", "b1")}  # type: ignore[dict-item,misc]
         places.check_room("c")
         with pytest.raises(OverloadedError, match="1 background responses of this API key"):

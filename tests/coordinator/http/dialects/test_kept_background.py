@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +27,8 @@ from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, RateLimitError
-from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, FakeStream, Gate, Step, tokens
-from tests.support.kept_responses import serving_kept
+from tests.support.http_support import MODEL, WAIT_S, FakeStream, tokens
+from tests.support.kept_responses import Speaker, serving_kept
 from tests.support.openai_client import leave, openai_client
 from tests.support.polling import pause
 
@@ -39,22 +39,6 @@ ALICE, BOB = "alice-key-0123456789", "bob-key-012345678901"
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
-
-class Speaker(FakeGenerator):
-    """Says one text, from behind what was said before, and stops at a gate after some bytes."""
-
-    def __init__(self, text: bytes = b"hello", n_free: int | None = None) -> None:
-        super().__init__(self.play)
-        self.text, self.n_free, self.gate = text, n_free, Gate()
-
-    def play(self, request: GenerationRequest) -> Iterable[Step]:
-        steps = [*tokens(request, self.text)]
-        for at, step in enumerate(steps):
-            if at == self.n_free:
-                yield self.gate
-            if at >= len(request.said):
-                yield step
 
 
 @dataclasses.dataclass

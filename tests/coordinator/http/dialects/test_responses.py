@@ -331,7 +331,13 @@ async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
     ("more", "param", "text"),
     [
         ({"background": True, "store": False}, "store", "has to be stored"),
-        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"conversation": 5}, "conversation", "expected str | object | null"),
+        ({"conversation": {}}, "conversation.id", "required field is missing"),
+        (
+            {"conversation": "conv_1", "previous_response_id": "resp_1"},
+            "previous_response_id",
+            "send one of conversation and previous_response_id",
+        ),
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
         ({"truncation": "middle"}, "truncation", "send disabled or auto"),
         (

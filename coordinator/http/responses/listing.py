@@ -1,0 +1,51 @@
+"""Lists of items, as OpenAI pages them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.http.replies import shapes
+from relayline.wire.common.errors import InvalidRequestError
+
+PAGE_ITEMS, PAGE_ITEMS_MAX = 20, 100
+
+Kept = tuple[str, bytes]  # an item: its id and its JSON
+
+
+def page_of(request: web.Request, items: Sequence[Kept]) -> bytes:
+    """Return the page that a request asks for, the last item first unless `order` is asc.
+
+    Raises InvalidRequestError.
+    """
+    if request.query.get("order", "desc") != "asc":
+        items = items[::-1]
+    after, begin = request.query.get("after", ""), 0
+    if after:
+        ids = [item_id for item_id, _ in items]
+        if after not in ids:
+            raise InvalidRequestError.of_field("after", f"no item {after[:100]!r} is here; list from the beginning")
+        begin = ids.index(after) + 1
+    page = items[begin : begin + _page_size(request)]
+    return item_list(page, has_more=begin + len(page) < len(items))
+
+
+def item_list(page: Sequence[Kept], *, has_more: bool) -> bytes:
+    """Return the list object of a page."""
+    listed = {
+        "object": "list",
+        "data": [msgspec.Raw(item) for _, item in page],
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
+        "has_more": has_more,
+    }
+    return shapes.encode(listed)
+
+
+def _page_size(request: web.Request) -> int:
+    text = request.query.get("limit", str(PAGE_ITEMS))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= PAGE_ITEMS_MAX):
+        raise InvalidRequestError.of_field("limit", f"must be a number from 1 to {PAGE_ITEMS_MAX}")
+    return int(text)

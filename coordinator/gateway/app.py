@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -14,7 +15,13 @@ from aiohttp import hdrs, web
 from prometheus_client.exposition import choose_encoder
 
 from relayline.coordinator.gateway.bounds import ID_CHARS_MAX, PARSED_INLINE_BYTES
-from relayline.coordinator.gateway.forward import RESPONSES_PATH, Forwarder, Outgoing
+from relayline.coordinator.gateway.forward import (
+    CONVERSATIONS_PATH,
+    PIPELINE_HEADER,
+    RESPONSES_PATH,
+    Forwarder,
+    Outgoing,
+)
 from relayline.coordinator.gateway.links import Links
 from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
 from relayline.coordinator.gateway.model_handlers import ModelHandlers
@@ -179,12 +186,17 @@ class Gateway:
         raise InvalidRequestError(_HINT.format(path=request.path))
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
-        """Any route below /v1/responses/{id}: of the pipeline that stores it."""
+        """Any route below /v1/responses/{id} or /v1/conversations/{id}: of the pipeline that has it."""
         outgoing = self.forwarder.outgoing(request, request.raw_path, await request.read(), Asked())
-        holder = self._router.holder(request.match_info["id"])
+        id = request.match_info["id"]
+        holder = self._router.holder(id)
         if holder is not None:
             return await self.forwarder.to_one(request, self._links.links[holder], outgoing)
-        return await self.forwarder.to_holder(request, outgoing)
+        answer = await self.forwarder.to_holder(request, outgoing)
+        holder = self._router.named(answer.headers.get(PIPELINE_HEADER, ""))
+        if holder is not None and answer.status == 200 and len(id) <= ID_CHARS_MAX:
+            self._router.learn(id, holder)
+        return answer
 
     async def looked_for(self, request: web.Request) -> web.StreamResponse:
         """A route to a resource of one pipeline, which must be found first."""
@@ -200,27 +212,29 @@ class Gateway:
         body = await request.read()
         if (unloaded := await self._models.unloaded(request, request.path, body)) is not None:
             return unloaded
-        asked = await self._asked(body) if body else Asked()
-        if asked.model is None and (model := request.query.get("model")):
-            asked = msgspec.structs.replace(asked, model=model)
+        asked = _meant(request, await self._asked(body) if body else Asked(), self._router.models())
         if body:
             _check_asked(request, asked)
         outgoing = self.forwarder.outgoing(request, request.raw_path, body, asked)
         del body
-        if 0 < len(asked.previous_id) <= ID_CHARS_MAX and self._router.holder(asked.previous_id) is None:
-            await self._find_holder(outgoing)
+        if self._is_lost(asked.previous_id):
+            await self._find_holder(outgoing, RESPONSES_PATH, asked.previous_id, self._router.candidates(asked.model))
+        if self._is_lost(asked.conversation_id):
+            await self._find_holder(outgoing, CONVERSATIONS_PATH, asked.conversation_id, self._router.staying)
         return await self.forwarder.to_best(request, outgoing)
 
-    async def _find_holder(self, outgoing: Outgoing) -> None:
-        """Ask the model's replicas for a stored response: a gateway that was started again has forgotten them."""
-        asked = outgoing.asked
-        path = f"{RESPONSES_PATH}/{quote(asked.previous_id, safe='')}"
-        for backend in self._router.candidates(asked.model):
+    def _is_lost(self, id: str) -> bool:
+        """Return whether the pipeline that has a response or a conversation has to be found."""
+        return 0 < len(id) <= ID_CHARS_MAX and self._router.holder(id) is None
+
+    async def _find_holder(self, outgoing: Outgoing, path: str, id: str, backends: Sequence[Backend]) -> None:
+        """Ask pipelines for what one of them has: a gateway that was started again has forgotten which."""
+        for backend in backends:
             link = self._links.links.get(backend)
             if link is None or backend.health is not Health.READY:
                 continue
-            if await self.forwarder.knows(link, path, outgoing.headers):
-                self._router.learn(asked.previous_id, backend)
+            if await self.forwarder.knows(link, f"{path}/{quote(id, safe='')}", outgoing.headers):
+                self._router.learn(id, backend)
                 return
 
     async def _asked(self, body: bytes) -> Asked:
@@ -237,6 +251,19 @@ class Gateway:
     def _check_taken(self, request: web.Request) -> None:
         if self.is_draining and request.method == hdrs.METH_POST:
             raise NotReadyError("the gateway is draining; no new requests")
+
+
+def _meant(request: web.Request, asked: Asked, served: Iterable[str]) -> Asked:
+    """Return what a body asks for, with what its route and its query say about it."""
+    if not request.path.startswith(RESPONSES_PATH):
+        asked = msgspec.structs.replace(asked, conversation_id="")  # of other routes it means nothing
+    model = asked.model
+    if model is None:
+        model = request.query.get("model") or None
+    if model is None and request.path == CONVERSATIONS_PATH:  # OpenAI's clients name none there
+        may_use = tenant_of(request).models
+        model = next((name for name in served if name in may_use), None)
+    return msgspec.structs.replace(asked, model=model)
 
 
 def _check_asked(request: web.Request, asked: Asked) -> None:
@@ -292,7 +319,7 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         web.get("/v1/traces/{id}", gateway.looked_for),
         web.post("/v1/requests/{id}/cancel", gateway.looked_for),
         web.post(f"{RESPONSES_PATH}/input_tokens", gateway.passed_on),
-        every(f"{RESPONSES_PATH}/{{id}}", gateway.stored),
-        every(f"{RESPONSES_PATH}/{{id}}/{{path:.+}}", gateway.stored),
+        *(every(f"{path}/{{id}}", gateway.stored) for path in (RESPONSES_PATH, CONVERSATIONS_PATH)),
+        *(every(f"{path}/{{id}}/{{path:.+}}", gateway.stored) for path in (RESPONSES_PATH, CONVERSATIONS_PATH)),
         every("/{path:.*}", gateway.passed_on),
     ]

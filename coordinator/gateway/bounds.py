@@ -5,7 +5,7 @@ from __future__ import annotations
 BACKENDS_MAX = 64  # pipelines behind one gateway; each is asked for its state every second
 MODELS_PER_BACKEND_MAX = 64  # names under which one pipeline serves its model
 PREFIXES_PER_BACKEND_MAX = 16_384  # beginnings of conversations that were sent there; 100 bytes each
-RESPONSES_MAX = 65_536  # ids of stored responses whose pipeline is remembered
+HELD_MAX = 65_536  # ids of stored responses and of conversations whose pipeline is remembered
 CHAIN_MAX = 64  # places of one conversation at which its beginning is known again
 CHAIN_FIRST = 8  # of them at the front, where instructions end that many conversations share; the rest at the end
 OUTSTANDING_MAX = 448  # requests that a gateway has at one pipeline: that lets 512 connections of one address in
@@ -13,7 +13,7 @@ TRIES_MAX = 4  # pipelines that are tried for one request, while its client has 
 REFUSAL_BYTES_MAX = 64 * 1024  # of an error that is held back while another replica is tried
 ANSWER_BYTES_MAX = 4 << 20  # of a pipeline's own description
 ID_BYTES_MAX = 4_096  # of the beginning of an answer in which its id is looked for
-ID_CHARS_MAX = 200  # of a stored response's id that is looked for
+ID_CHARS_MAX = 200  # of a stored response's or a conversation's id that is looked for
 PIECE_BYTES = 64 * 1024  # of an answer, written at once
 PARSED_INLINE_BYTES = 64 * 1024  # of a body that is parsed on the event loop: a tenth of a millisecond
 

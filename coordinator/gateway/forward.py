@@ -41,8 +41,8 @@ from relayline.wire.common.errors import RelaylineError, StageLostError
 log = logging.getLogger("relayline.gateway")
 
 PIPELINE_HEADER = "x-relayline-pipeline"  # of an answer: which pipeline gave it
-RESPONSES_PATH = "/v1/responses"
-_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+RESPONSES_PATH, CONVERSATIONS_PATH = "/v1/responses", "/v1/conversations"
+_HELD_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[A-Za-z0-9_-]{1,128})"')  # of what the pipeline keeps from now on
 _EVENT_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})\D')
 _EVENT_NUMBER_BYTES = 64  # more than such a field has, which may come in two pieces
 _HOP_BY_HOP = frozenset(
@@ -312,7 +312,9 @@ class _Answering:
         outgoing.body = None  # no other replica gets it now
         if isinstance(self._request, Request):
             self._request.body_done()
-        if outgoing.method == hdrs.METH_POST and outgoing.path.startswith(RESPONSES_PATH):
+        if outgoing.method == hdrs.METH_POST and (
+            outgoing.path.startswith(RESPONSES_PATH) or outgoing.path.partition("?")[0] == CONVERSATIONS_PATH
+        ):
             self._learn(piece)
         response = web.StreamResponse(status=answer.status, headers=_answered(answer, self._link.backend.name))
         self._has_lines = answer.content_type == LINES_TYPE
@@ -344,7 +346,7 @@ class _Answering:
         transport.write(b"%x\r\n%b\r\n" % (len(PING), PING) if self._request.version >= (1, 1) else PING)
 
     def _learn(self, piece: bytes) -> None:
-        found = _RESPONSE_ID.search(piece[:ID_BYTES_MAX])
+        found = _HELD_ID.search(piece[:ID_BYTES_MAX])
         if found is not None:
             self._forwarder.links.router.learn(found[1].decode(), self._link.backend)
 

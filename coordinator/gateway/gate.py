@@ -17,8 +17,8 @@ from relayline.coordinator.http.edge.steering import plain_path
 
 # What clients POST without waking anything; other routes count as requests, so that no more are awake than may be.
 _QUIET = re.compile(
-    r"(/v1)?/((pipeline|telemetry|requests|files)(/.*)?|sleep|tokenize|detokenize|apply-template|messages/count_tokens"
-    r"|responses/(input_tokens|[^/]+/cancel)|(messages/)?batches/.*/cancel|api/(show|pull))"
+    r"(/v1)?/((pipeline|telemetry|requests|files|conversations)(/.*)?|sleep|tokenize|detokenize|apply-template"
+    r"|messages/count_tokens|responses/(input_tokens|[^/]+/cancel)|(messages/)?batches/.*/cancel|api/(show|pull))"
 )
 
 

@@ -11,6 +11,7 @@ import xxhash
 
 from relayline.coordinator.gateway.bounds import CHAIN_FIRST, CHAIN_MAX
 from relayline.coordinator.http.requests.multipart import fields_of
+from relayline.coordinator.http.responses.bodies import ConversationName
 from relayline.wire.common.errors import InvalidRequestError
 
 BYTES_PER_TOKEN = 4  # of a prompt as JSON, about
@@ -34,6 +35,8 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     model: str | None = None
     previous_id: str = ""
     """The stored response that it continues; only its holder can answer."""
+    conversation_id: str = ""
+    """The conversation that it goes on with; only its holder can answer."""
     chain: tuple[Mark, ...] = ()
     """The beginnings of its conversation, the shortest one first."""
     prompt_bytes: int = 0
@@ -49,6 +52,7 @@ class _Body(msgspec.Struct):
     model: msgspec.Raw = msgspec.Raw()
     name: msgspec.Raw = msgspec.Raw()  # Ollama's older word for it, of /api/show and /api/pull
     previous_response_id: msgspec.Raw = msgspec.Raw()
+    conversation: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -77,6 +81,7 @@ def peek(raw: bytes) -> Asked:
     return Asked(
         model=_text(body.model) or _text(body.name),
         previous_id=_text(body.previous_response_id) or "",
+        conversation_id=_conversation_id(body.conversation),
         chain=_kept(chain),
         prompt_bytes=chain[-1].n_bytes if chain else 0,
         output_tokens=next((n for part in lengths if (n := _count(part)) is not None), USUAL_OUTPUT_TOKENS),
@@ -133,6 +138,15 @@ def _text(part: msgspec.Raw) -> str | None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return found
+
+
+def _conversation_id(part: msgspec.Raw) -> str:
+    """Return the id of a conversation in either form; empty for anything else."""
+    try:
+        found = msgspec.json.decode(part, type=str | ConversationName) if bytes(part) else ""
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return found.id if isinstance(found, ConversationName) else found
 
 
 def _count(part: msgspec.Raw) -> int | None:

@@ -15,14 +15,20 @@ from collections.abc import Collection, Iterable, Sequence
 
 from relayline.coordinator.gateway.awake import Awake
 from relayline.coordinator.gateway.bounds import (
+    HELD_MAX,
     OUTSTANDING_MAX,
     PREFIXES_PER_BACKEND_MAX,
-    RESPONSES_MAX,
     RETRY_AFTER_S,
 )
 from relayline.coordinator.gateway.peek import BYTES_PER_TOKEN, USUAL_OUTPUT_TOKENS, Asked
 from relayline.coordinator.sessions.model_names import without_latest
-from relayline.wire.common.errors import ModelNotFoundError, NotReadyError, OverloadedError, RelaylineError
+from relayline.wire.common.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotReadyError,
+    OverloadedError,
+    RelaylineError,
+)
 from relayline.wire.common.phase import Phase
 
 WRITTEN_COST = 16  # one token of an answer, in tokens of a prompt that is read: a step costs about as much
@@ -166,7 +172,7 @@ class Router:
         """`awake_max`: how many pipelines may be awake at once; 0: all."""
         self.awake = Awake(awake_max)
         self.backends: tuple[Backend, ...] = ()
-        self._holders: OrderedDict[str, Backend] = OrderedDict()  # of stored responses, by id
+        self._holders: OrderedDict[str, Backend] = OrderedDict()  # of stored responses and of conversations, by id
         for name in names:
             self.add(name)
 
@@ -208,18 +214,18 @@ class Router:
                 found.setdefault(model, []).append(backend)
         return found
 
-    def learn(self, response_id: str, backend: Backend) -> None:
-        """Remember which pipeline stores a response."""
+    def learn(self, id: str, backend: Backend) -> None:
+        """Remember which pipeline stores a response, or has a conversation."""
         if backend.is_leaving:
             return
-        self._holders[response_id] = backend
-        self._holders.move_to_end(response_id)
-        while len(self._holders) > RESPONSES_MAX:
+        self._holders[id] = backend
+        self._holders.move_to_end(id)
+        while len(self._holders) > HELD_MAX:
             self._holders.popitem(last=False)
 
-    def holder(self, response_id: str) -> Backend | None:
-        """Return the pipeline that stores a response; None if it is unknown."""
-        return self._holders.get(response_id)
+    def holder(self, id: str) -> Backend | None:
+        """Return the pipeline that stores a response, or has a conversation; None if it is unknown."""
+        return self._holders.get(id)
 
     def candidates(self, model: str | None) -> list[Backend]:
         """Return the replicas of a model, dead or alive; without a model those of the first pipeline's.
@@ -240,17 +246,28 @@ class Router:
             raise ModelNotFoundError(f"model: {model[:200]!r} is not served here; use one of {names}", "model")
         return served[model]
 
+    def _replicas(self, asked: Asked) -> list[Backend]:
+        """Return the pipelines that can answer a request, dead or alive. Raises as `candidates`, and
+        InvalidRequestError for a conversation of another model's pipeline.
+        """
+        keeper = self.holder(asked.conversation_id)
+        if keeper is not None and asked.model is None:
+            return [keeper]
+        replicas = self.candidates(asked.model)
+        if keeper is not None and asked.model is not None and keeper not in replicas:
+            raise _other_model(asked.model, keeper)
+        holder = keeper or self.holder(asked.previous_id)
+        return [holder] if holder in replicas else replicas
+
     def choose(self, asked: Asked, tried: Collection[Backend] = ()) -> Backend:
         """Return the pipeline that answers a request, other than those `tried`.
 
         One that sleeps is woken only where the others have no free lane, and where not all pipelines may be awake, only
         if nothing waits for that. Where all replicas are paused one of them is returned: it says best when to come
-        back. Raises
-        ModelNotFoundError, OverloadedError where all have as many requests as they may, NotReadyError where none lives.
+        back. Raises ModelNotFoundError, InvalidRequestError for a conversation of another model's pipeline,
+        OverloadedError where all have as many requests as they may, NotReadyError where none lives.
         """
-        replicas = self.candidates(asked.model)
-        if (holder := self.holder(asked.previous_id)) is not None and holder in replicas:
-            replicas = [holder]
+        replicas = self._replicas(asked)
         alive = [each for each in replicas if each.health in (Health.READY, Health.PAUSED) and each not in tried]
         if not alive:
             raise no_replica(asked.model, replicas)
@@ -262,6 +279,13 @@ class Router:
         if awake and (any(each.has_lane for each in awake) or not self.awake.has_place):
             free = awake
         return min(free, key=lambda each: each.work() + each.unread_tokens(asked))
+
+
+def _other_model(model: str, holder: Backend) -> InvalidRequestError:
+    """Return the error for a response with a conversation that is kept where its model is not served."""
+    text = f"it is kept with the model {next(iter(holder.models), '')!r}, and {model[:200]!r} is served elsewhere"
+    advice = "name the model that is to answer when you create a conversation"
+    return InvalidRequestError.of_field("conversation", f"{text}; {advice}")
 
 
 def no_replica(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:

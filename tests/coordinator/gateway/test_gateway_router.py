@@ -135,7 +135,7 @@ def test_a_paused_replica_is_only_asked_where_none_is_ready() -> None:
 
 
 def test_all_bounds_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OUTSTANDING_MAX", "PREFIXES_PER_BACKEND_MAX", "RESPONSES_MAX"):
+    for name in ("OUTSTANDING_MAX", "PREFIXES_PER_BACKEND_MAX", "HELD_MAX"):
         monkeypatch.setattr(module, name, 3)
     router = router_of(a=READY)
     (a,) = router.backends

@@ -23,6 +23,7 @@ from relayline.coordinator.http.edge.clients import CLIENT, PAYER, Payer, tenant
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.sse import taken_by_client
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import FileNotStoredError, InternalError, InvalidRequestError
 
@@ -120,7 +121,7 @@ class MessageBatchHandlers:
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-jsonl"})
         await response.prepare(request)
         while block and request.method != hdrs.METH_HEAD:
-            async with asyncio.timeout(self._limits.write_timeout_s):
+            async with taken_by_client(request, len(block), self._limits.write_timeout_s):
                 await response.write(block)
             block = await asyncio.to_thread(next, blocks, b"")
         await response.write_eof()

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from relayline.coordinator.batches.lines import LINE_BYTES_MAX
 from relayline.coordinator.batches.store import BatchStore
 from relayline.coordinator.http.batches import keeper as keepers
 from relayline.coordinator.http.batches.bodies import MessageBatchBody
 from relayline.coordinator.http.batches.keeper import Keeper
+from relayline.coordinator.http.batches.message_handlers import MessageBatchHandlers
 from relayline.coordinator.http.batches.message_input import lines_of
 from relayline.coordinator.http.batches.shapes import message_page
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.sse import ClientGoneError
 from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
@@ -358,3 +363,35 @@ async def test_without_a_directory_there_are_no_message_batches(tokenizer: Token
     async with serving(tokenizer) as served, aiohttp.ClientSession(served.url) as session:
         status, found = await Client(session, served.url).ask("POST", "", {"requests": requests("a")})
         assert (status, found["type"], "--batch-dir DIR" in found["error"]["message"]) == (501, "error", True)
+
+
+async def test_a_client_that_stops_reading_results_is_cut_off(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, results = asyncio.get_running_loop(), MessageBatchHandlers.results
+    cut: asyncio.Future[BaseException] = loop.create_future()
+
+    async def watched(self: MessageBatchHandlers, request: web.Request) -> web.StreamResponse:
+        try:
+            return await results(self, request)
+        except BaseException as error:
+            cut.set_result(error)
+            raise
+
+    monkeypatch.setattr(MessageBatchHandlers, "results", watched)
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.setblocking(False)
+        async with serving_client(tokenizer, tmp_path, limits=HttpLimits(write_timeout_s=0.2)) as client:
+            batch = await client.ended((await client.begin(requests("a")))["id"])
+            assert client.keeper is not None
+            store = client.keeper.store
+            path = store.path_of(store.batches[batch["id"]].output_id)
+            path.write_bytes(path.read_bytes() * 40_000)
+            host, port = client.url.removeprefix("http://").split(":")
+            await loop.sock_connect(reader, (host, int(port)))
+            await loop.sock_sendall(
+                reader, f"GET {batch['results_url']} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
+            )
+            assert isinstance(await asyncio.wait_for(cut, WAIT_S), ClientGoneError)
+    assert "failed" not in caplog.text, "it is no failure of ours"

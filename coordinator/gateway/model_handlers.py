@@ -109,7 +109,7 @@ class ModelHandlers:
         if self.loads.is_closed:
             raise NotReadyError("the gateway is draining; no new requests")
         name, replicas = await self._named(request)
-        backend = next((each for each in replicas if each.is_unloading), None)  # it is to stay, then
+        backend = next((each for each in _alive(replicas) if each.is_unloading), None)  # it is to stay, then
         if backend is None:
             if status_of(replicas).is_running:
                 raise InvalidRequestError("model is already running", "model")

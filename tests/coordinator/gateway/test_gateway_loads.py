@@ -16,7 +16,7 @@ from relayline.coordinator.gateway import awake, loads, model_handlers
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.phase import Phase
-from tests.coordinator.gateway.test_gateway_swaps import House, held, house
+from tests.coordinator.gateway.test_gateway_swaps import House, chat, held, house
 from tests.support.gateway_world import changing_gateway, gateway, pipelines, until
 from tests.support.http_support import WAIT_S, Gate
 from tests.support.polling import pause
@@ -238,6 +238,25 @@ async def test_one_replica_is_loaded_and_all_are_unloaded(tokenizer: Tokenizer) 
             replica.ready = True
         assert await load(world, "chat", "unload") == SUCCESS
         assert [replica.ready for replica in world.replicas] == [False, False]
+
+
+@waits_for_loads
+async def test_a_replica_that_dies_while_it_waits_to_be_unloaded_is_not_loaded(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat", sleep=True) as served, gateway(served) as session:
+        world, gate = House(served, session), Gate()
+        first, second = world.replicas
+        for replica in world.replicas:
+            replica.on_wake = lambda: None
+        first.script = held(gate)
+        async with session.post("/v1/chat/completions", json=chat("chat", stream=True)) as answer:
+            await answer.content.readany()
+            await gate.reached.wait()
+            assert await load(world, "chat", "unload") == SUCCESS
+            assert first.is_asked
+            await served[0].kill()
+        await until_statuses(world, chat=UNLOADED)
+        assert await load(world, "chat") == SUCCESS
+        assert second.n_wakes == 1
 
 
 @waits_for_loads

@@ -15,6 +15,9 @@ import pytest
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import OverloadedError, StageLostError
+from tests.support.batch_world import begun as begin_batch
+from tests.support.batch_world import ended as batch_ended
+from tests.support.batch_world import lines_of, request_lines, serving_batches
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, Step, says, serving, tokens
 from tests.support.kept_responses import serving_kept
 from tests.support.openai_client import leave, openai_client
@@ -438,3 +441,35 @@ async def test_a_key_finds_its_own_conversations_only(tokenizer: Tokenizer, tmp_
             with pytest.raises(openai.NotFoundError):
                 await asking
         assert await texts_in(alice, begun.id) == ["one"]
+
+
+async def test_lines_of_a_batch_go_on_with_their_keys_conversations_one_at_a_time(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: alice-key-0123456789\nbob: bob-key-012345678901\n")
+    keys.chmod(0o600)
+    generator = Held()
+    async with (
+        serving_batches(tokenizer, tmp_path / "kept", generator, keys=keys) as (url, _),
+        openai_client(url, "alice-key-0123456789") as alice,
+        openai_client(url, "bob-key-012345678901") as bob,
+    ):
+        begun = await alice.conversations.create()
+        text = request_lines("one", "two", url="/v1/responses", input="hi", prompt=None, conversation=begun.id)
+        refused = await begin_batch(bob, text, endpoint="/v1/responses")
+        codes = [line["response"]["status_code"] for line in await errors_of(bob, refused)]
+        assert codes == [404, 404]
+        batch = await begin_batch(alice, text, endpoint="/v1/responses")
+        async with asyncio.timeout(WAIT_S):
+            while (await alice.batches.retrieve(batch.id)).request_counts.failed < 1:  # type: ignore[union-attr]
+                await pause()
+        generator.gate.opened.set()
+        (line,) = await errors_of(alice, batch)
+        assert line["response"]["body"]["error"]["code"] == "conversation_locked"
+        assert await texts_in(alice, begun.id) == ["hi", "hello"]
+
+
+async def errors_of(client: openai.AsyncOpenAI, batch: Any) -> list[Any]:
+    """The lines that a batch has refused, once it has ended."""
+    return [*(await lines_of(client, (await batch_ended(client, batch.id)).error_file_id)).values()]

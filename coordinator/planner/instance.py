@@ -255,8 +255,10 @@ class Instance:
         places = []
         for host in self.hosts:
             gpu = f"GPU {host.device}" if host.device >= 0 else f"GPU of {host.name}"
-            gpus = {gpu: gpu} if host.is_on_gpu else {}
-            places.append(Place(host.machine.name, gpus, frozenset(range(host.machine.cores)), host.threads))
+            if host.is_on_gpu:
+                places.append(Place(gpu, {gpu: gpu}))
+            else:
+                places.append(Place(host.machine.name, {}, frozenset(range(host.machine.cores)), host.threads))
         return tuple(device_numbers(places))
 
     def link_bytes(self, rows: int, edges: Sequence[tuple[int, int]] = ()) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from relayline.coordinator.planner.costs import (
     Edges,
     Flights,
     Grouping,
+    candidates,
     coordinator_ns,
 )
 from relayline.coordinator.planner.instance import Instance
@@ -115,6 +116,11 @@ class Rates:
     def rate(self, n_streams: int) -> float:
         """Return the tokens per nanosecond with so many streams; 0.0 while curves are not known."""
         return self._rate_of(n_streams, *self.grouping(n_streams)) if self._planner.is_known else 0.0
+
+    def reachable(self, n_streams: int) -> float:
+        """Return the tokens per nanosecond with the best grouping, which the coordinator may not choose."""
+        keys = {self.grouping(n_streams), *candidates(n_streams, len(self.stages), self._planner.rows_max)}
+        return max(self._rate_of(n_streams, *key) for key in keys)
 
     def _grouping(self, n_streams: int) -> Grouping:
         rows = 1

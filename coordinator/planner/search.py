@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.climb import climbed, shifts, transfers
-from relayline.coordinator.planner.costs import Costs, Cycle, Edges, best_rate, candidates, crowd_ns
+from relayline.coordinator.planner.costs import Costs, Cycle, Edges, candidates, crowd_ns
 from relayline.coordinator.planner.frontier import Effort, Label, TooLargeError, frontier
 from relayline.coordinator.planner.instance import Instance, Machine, Offload
 from relayline.coordinator.planner.memory import (
@@ -168,7 +168,7 @@ def best_split(instance: Instance) -> Best | None:
         return split_rates(costs, edges).rate(n_streams)
 
     found = climbed(reaching.edges, rate, [lambda edges: shifts(edges, room.holds)], tries_max=SHIFTS_MAX)
-    reachable = best_rate(costs, found.edges, n_streams)
+    reachable = split_rates(costs, found.edges).reachable(n_streams)
     return Best(found.edges, found.rate, reachable, reaching.is_exact and found.is_done)
 
 

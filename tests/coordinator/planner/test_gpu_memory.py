@@ -12,7 +12,7 @@ from relayline.coordinator.planner.costs import Costs, best_rate
 from relayline.coordinator.planner.instance import Gpu, Host, Instance, Load, Machine, ModelShape, Offload
 from relayline.coordinator.planner.memory import GPU_RESERVE_BYTES_MIN, gpu_usable_bytes, stage_memory
 from relayline.coordinator.planner.predict import predict
-from relayline.coordinator.planner.search import best_split
+from relayline.coordinator.planner.search import Room, best_split, most_reaching
 from relayline.coordinator.planner.speed import roofline
 from relayline.coordinator.planner.whatif import explain
 from relayline.wire.common.units import GIB, MIB
@@ -128,12 +128,14 @@ def test_the_search_knows_that_stages_of_one_device_take_turns(devices: tuple[in
         for at, (machine, device) in enumerate(zip(machines, devices, strict=True))
     )
     instance = Instance(MODEL, hosts, LOAD)
-    best, costs = best_split(instance), Costs(instance)
+    costs = Costs(instance)
+    best = most_reaching(costs, Room(instance))
     assert best is not None
     every = [ranges(N_LAYERS, cuts) for cuts in itertools.combinations(range(1, N_LAYERS), 2)]
     rates = {edges: best_rate(costs, edges, LOAD.streams) for edges in every}
     assert best.is_exact
-    assert best.reachable == pytest.approx(max(rates.values()))
+    assert rates[best.edges] == pytest.approx(max(rates.values()))
+    assert len(set(costs.devices)) == len({device if device >= 0 else at + 9 for at, device in enumerate(devices)})
 
 
 def test_adapters_lie_where_their_layers_do() -> None:

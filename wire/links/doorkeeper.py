@@ -157,6 +157,8 @@ class Doorkeeper:
         elif first.startswith(_HTTP_STARTS):
             self._on_refused(host, Reason.PLAINTEXT_CLIENT)
         elif first.startswith(_TLS_HANDSHAKE) and len(self._pending) < PENDING_MAX and not self._closed:
+            if (before := self._pending.get(peer)) is not None:  # a connection from there that has ended
+                before.cancel()
             self._pending[peer] = self._loop.call_later(SETTLED_AFTER_S, self._settled, peer)
 
     def _settled(self, peer: Peer) -> None:

@@ -463,6 +463,23 @@ async def test_a_guest_that_first_waited_at_the_door_is_no_stranger(
     keeper.close()
 
 
+async def test_a_guest_that_comes_twice_from_one_port_is_one_guest(
+    ids: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorkeeper, "SETTLED_AFTER_S", 0.0)
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+    strangers: list[str] = []
+    keeper = Doorkeeper(security_of(ids.box1).files, lambda host, _: strangers.append(host))
+    for _ in range(2):
+        keeper._came(("10.0.0.9", 1), b"\x16\x03\x01")
+    keeper._came(("10.0.0.8", 1), b"\x16\x03\x01")
+    while "10.0.0.8" not in strangers:
+        await pause()
+    assert (strangers, faults) == (["10.0.0.9", "10.0.0.8"], [])
+    keeper.close()
+
+
 async def test_port_checks_and_noise_do_no_harm(ids: Identities, lines: Lines):
     async with serving(security_of(ids.box1)) as server:
         for noise in (b"", b"\x00" * 100, b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):

@@ -145,6 +145,13 @@ async def test_a_message_batch_is_answered(tokenizer: Tokenizer, tmp_path: Path)
 async def test_requests_of_a_cancelled_message_batch_are_named(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    finishing, finish = Gate(), keepers.Keeper._finish
+
+    async def held(*given: Any) -> None:
+        await finishing.pass_through()
+        await finish(*given)
+
+    monkeypatch.setattr(keepers.Keeper, "_finish", held)
     generator = Held(n_free=2)
     async with serving_client(tokenizer, tmp_path, generator, batches=1) as client:
         made, waiting = await client.begin(requests(*"abcdef")), await client.begin(requests("z"))
@@ -152,13 +159,6 @@ async def test_requests_of_a_cancelled_message_batch_are_named(
         for refused in (("DELETE", ""), ("GET", "/results")):
             status, found = await client.ask(refused[0], f"/{made['id']}{refused[1]}")
             assert (status, "has not ended" in found["error"]["message"]) == (400, True)
-        finishing, finish = Gate(), keepers.Keeper._finish
-
-        async def held(*given: Any) -> None:
-            await finishing.pass_through()
-            await finish(*given)
-
-        monkeypatch.setattr(keepers.Keeper, "_finish", held)
         for each in (made, waiting):
             status, found = await client.ask("POST", f"/{each['id']}/cancel")
             assert (status, found["processing_status"]) == (200, "canceling")

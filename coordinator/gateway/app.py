@@ -213,7 +213,7 @@ class Gateway:
         if (unloaded := await self._models.unloaded(request, request.path, body)) is not None:
             return unloaded
         asked = _meant(request, await self._asked(body) if body else Asked(), self._router.models())
-        if body:
+        if body or asked.model:
             _check_asked(request, asked)
         outgoing = self.forwarder.outgoing(request, request.raw_path, body, asked)
         del body
@@ -267,7 +267,7 @@ def _meant(request: web.Request, asked: Asked, served: Iterable[str]) -> Asked:
 
 
 def _check_asked(request: web.Request, asked: Asked) -> None:
-    """Raise ModelNotFoundError, or InvalidRequestError, unless the client's key may use all that a body names."""
+    """Raise ModelNotFoundError, or InvalidRequestError, unless the client's key may use all that a request names."""
     tenant = tenant_of(request)
     check_may_use(tenant, asked.model or "")
     if tenant.models and asked.has_lora:

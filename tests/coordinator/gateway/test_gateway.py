@@ -610,6 +610,9 @@ async def test_a_gateway_heeds_which_models_a_key_may_use(tokenizer: Tokenizer, 
             assert [card["id"] for card in (await answer.json())["data"]] == ["small"]
         async with session.get("/v1/models/chat", headers=bearer) as answer:
             assert answer.status == 404
+        for query, status in (("", 200), ("?model=small", 200), ("?model=chat", 404)):
+            async with session.get(f"/props{query}", headers=bearer) as answer:
+                assert answer.status == status, query
 
 
 async def test_large_bodies_are_read_by_a_separate_process(

@@ -192,9 +192,8 @@ def test_a_session_opened_elsewhere_resumes_its_grammar(tokenizer: Tokenizer, vo
         said = [ord(letter) for letter in "yesterday"[:n_said]]
         sampler = sampler_of(vocabulary, said, temperature=0.0)
         assert sampler.sample(logits_at(3), 20 + n_said).token in allowed(tokenizer, said)
-    misled = Constraint(vocabulary, GRAMMAR, [ord("z")])
-    with pytest.raises(InvalidRequestError, match="the grammar cannot be used"):
-        misled.apply(20, logits_at(3))
+    with pytest.raises(InvalidRequestError, match="the grammar cannot be used"):  # at once if it has been prepared
+        Constraint(vocabulary, GRAMMAR, [ord("z")]).apply(20, logits_at(3))
 
 
 def test_invalid_options_are_refused(vocabulary: LLTokenizer) -> None:

@@ -76,11 +76,11 @@ class ConversationHandlers:
         found = self._found(request)
         self._store.add(found.id, found.owner, told.items)
         await self._conversations.settled()
-        return json_response(item_list(told.items, has_more=False))
+        return await item_list(told.items, has_more=False)
 
     async def items(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/conversations/{id}/items: the items of a conversation, the last one first unless `order` is asc."""
-        return json_response(page_of(request, [*self._found(request).items.items()]))
+        return await page_of(request, [*self._found(request).items.items()])
 
     async def retrieve_item(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/conversations/{id}/items/{item}: one item of a conversation."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import hdrs, web
@@ -128,9 +128,9 @@ class Request(web.Request):
         if (self.content_length or 0) > n_max:
             raise _too_large(n_max)
         with self.receiving():
-            parts, n_bytes = await self._parts(n_max)
+            parts = await self._parts(n_max)
         if coding in _IDENTITY:
-            return await _joined(parts, n_bytes)
+            return await joined(parts)
         unpacked = await asyncio.get_running_loop().run_in_executor(self._link.unpacking, unpack, parts, coding, n_max)
         if unpacked is None:
             raise _too_large(n_max)
@@ -162,7 +162,7 @@ class Request(web.Request):
         if self.expects and self.version >= (1, 1) and self.expects.strip().lower() != "100-continue":
             raise HttpRefusal(417, f"Expect: {self.expects[:100]!r} is not supported", "expectation_failed")
 
-    async def _parts(self, n_max: int) -> tuple[list[bytes], int]:
+    async def _parts(self, n_max: int) -> list[bytes]:
         limits, loop = self._link.limits, asyncio.get_running_loop()
         begun_s, n_bytes = loop.time(), 0
         parts: list[bytes] = []
@@ -171,7 +171,7 @@ class Request(web.Request):
             n_bytes = len(parts[0])
             self._count(n_bytes)
             if self.content.at_eof():
-                return parts, n_bytes
+                return parts
         while True:
             left_s = begun_s + limits.body_grace_s + n_bytes / limits.body_rate_min - loop.time()
             try:
@@ -180,7 +180,7 @@ class Request(web.Request):
             except TimeoutError:
                 raise HttpRefusal(408, f"the body came too slowly: {n_bytes} bytes so far", "timeout") from None
             if not part:
-                return parts, n_bytes
+                return parts
             parts.append(part)
             n_bytes += len(part)
             if n_bytes > n_max:
@@ -212,10 +212,11 @@ def _too_large(n_max: int) -> HttpRefusal:
     return HttpRefusal(413, f"the body is larger than {n_max} bytes", "body_too_large")
 
 
-async def _joined(parts: list[bytes], n_bytes: int) -> bytes:
+async def joined(parts: Sequence[bytes]) -> bytes:
+    """Return pieces as one."""
     if len(parts) == 1:
         return parts[0]
-    if n_bytes <= _INLINE_BYTES:
+    if sum(map(len, parts)) <= _INLINE_BYTES:
         return b"".join(parts)
     return await asyncio.to_thread(b"".join, parts)  # copying megabytes takes milliseconds, without Python's lock
 

@@ -6,11 +6,13 @@ import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http.conversations.store import ConversationStore
+from relayline.coordinator.http.edge.body import joined
 from relayline.coordinator.http.edge.clients import client_of
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.service import Service, random_seed
 from relayline.coordinator.http.responses.asking import References
 from relayline.coordinator.http.responses.background import Background
+from relayline.coordinator.http.responses.listing import with_commas
 from relayline.coordinator.http.responses.orders import Sent
 from relayline.coordinator.http.responses.store import ResponseStore
 from relayline.coordinator.http.workers.prepared import Asked
@@ -37,15 +39,16 @@ class Contexts:
         answer = await self._service.pool.ask(client_of(request), Asked("references"), raw)
         return msgspec.msgpack.decode(answer, type=References)
 
-    def sent(self, raw: bytes, wanted: References, owner: str) -> Sent:
+    async def sent(self, raw: bytes, wanted: References, owner: str) -> Sent:
         """Return a body with the stored context that it refers to before it. Raises the error of what is not here."""
-        context = self._context(wanted, owner)
-        return Sent(context + raw if context else raw, len(context), random_seed())
-
-    def _context(self, wanted: References, owner: str) -> bytes:
-        """Return the Context of a body as JSON; empty where it refers to nothing."""
         if wanted == _NOTHING:
-            return b""
+            return Sent(raw, 0, random_seed())
+        pieces = self._context(wanted, owner)  # as it is now
+        n_context = sum(map(len, pieces))
+        return Sent(await joined([*pieces, raw]), n_context, random_seed())
+
+    def _context(self, wanted: References, owner: str) -> list[bytes]:
+        """Return the Context of a body as JSON, in pieces: it may have as many bytes as a body."""
         history: list[bytes] = []
         items = self._store.items(wanted.item_ids, owner)
         if wanted.conversation_id is not None:
@@ -56,8 +59,8 @@ class Contexts:
             items = of_it | items
         elif wanted.previous_response_id is not None:
             history = self._before(wanted.previous_response_id, owner)
-        named = {item_id: msgspec.Raw(item) for item_id, item in items.items()}
-        return b'{"history":[' + b",".join(history) + b'],"items":' + shapes.encode(named) + b"}"
+        named = [(shapes.encode(item_id) + b":", item) for item_id, item in items.items()]
+        return [b'{"history":[', *with_commas((item,) for item in history), b'],"items":{', *with_commas(named), b"}}"]
 
     def _before(self, previous_id: str, owner: str) -> list[bytes]:
         """Return the items of a stored response and of those before it."""

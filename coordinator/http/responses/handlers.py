@@ -38,7 +38,7 @@ class ResponseHandlers:
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}/input_items: the items of its body, the last one first unless `order` is asc."""
-        return json_response(page_of(request, self._found(request).input_items))
+        return await page_of(request, self._found(request).input_items)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{id}; one that runs is cancelled."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 from aiohttp import web
 
+from relayline.coordinator.http.edge.body import joined
+from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.replies import shapes
 from relayline.wire.common.errors import InvalidRequestError
 
@@ -15,8 +16,8 @@ PAGE_ITEMS, PAGE_ITEMS_MAX = 20, 100
 Kept = tuple[str, bytes]  # an item: its id and its JSON
 
 
-def page_of(request: web.Request, items: Sequence[Kept]) -> bytes:
-    """Return the page that a request asks for, the last item first unless `order` is asc.
+async def page_of(request: web.Request, items: Sequence[Kept]) -> web.StreamResponse:
+    """Answer with the page that a request asks for, the last item first unless `order` is asc.
 
     Raises InvalidRequestError.
     """
@@ -29,19 +30,26 @@ def page_of(request: web.Request, items: Sequence[Kept]) -> bytes:
             raise InvalidRequestError.of_field("after", f"no item {after[:100]!r} is here; list from the beginning")
         begin = ids.index(after) + 1
     page = items[begin : begin + _page_size(request)]
-    return item_list(page, has_more=begin + len(page) < len(items))
+    return await item_list(page, has_more=begin + len(page) < len(items))
 
 
-def item_list(page: Sequence[Kept], *, has_more: bool) -> bytes:
-    """Return the list object of a page."""
-    listed = {
-        "object": "list",
-        "data": [msgspec.Raw(item) for _, item in page],
+async def item_list(page: Sequence[Kept], *, has_more: bool) -> web.StreamResponse:
+    """Answer with the list object of a page."""
+    named = {
         "first_id": page[0][0] if page else None,
         "last_id": page[-1][0] if page else None,
         "has_more": has_more,
     }
-    return shapes.encode(listed)
+    items = with_commas((item,) for _, item in page)
+    return json_response(await joined([b'{"object":"list","data":[', *items, b"],", shapes.encode(named)[1:]]))
+
+
+def with_commas(entries: Iterable[Sequence[bytes]]) -> Iterator[bytes]:
+    """Yield the pieces of a list's or an object's entries, with commas between these."""
+    for at, entry in enumerate(entries):
+        if at:
+            yield b","
+        yield from entry
 
 
 def _page_size(request: web.Request) -> int:

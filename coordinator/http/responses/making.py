@@ -79,7 +79,7 @@ class MakingHandlers(Handlers):
         wanted = await self._contexts.references(request, raw)
         id, store = wanted.conversation_id, self._conversations.store
         turn = None if id is None else turns.enter_context(store.begin(id, owner))
-        return self._contexts.sent(raw, wanted, owner), turn
+        return await self._contexts.sent(raw, wanted, owner), turn
 
     async def _end(self, turn: Turn, options: AnswerOptions, dialect: ResponsesDialect) -> None:
         """Add a whole answer and its input to their conversation."""
@@ -90,7 +90,7 @@ class MakingHandlers(Handlers):
         """POST /v1/responses/input_tokens: how many tokens the prompt would have."""
         raw = await request.read()
         wanted = await self._contexts.references(request, raw)
-        sent = self._contexts.sent(raw, wanted, request.get(CLIENT, ""))
+        sent = await self._contexts.sent(raw, wanted, request.get(CLIENT, ""))
         prepared = await self._service.read_in("responses", request, sent.raw, sent.n_context, is_counted=True)
         n_tokens = await self._service.n_counted(request, prepared)
         return json_response(b'{"object":"response.input_tokens","input_tokens":%d}' % n_tokens)

@@ -12,6 +12,7 @@ import aiohttp
 import openai
 import pytest
 
+from relayline.coordinator.http.responses.kept_files import LONG_BYTES
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import OverloadedError, StageLostError
@@ -251,6 +252,27 @@ async def test_input_tokens_are_counted_with_the_conversation(tokenizer: Tokeniz
         generator.gate.opened.set()
         assert (await asking).usage.input_tokens == counted.input_tokens == again.input_tokens  # type: ignore[union-attr]
         assert counted.input_tokens > alone.input_tokens
+
+
+async def test_a_long_conversation_is_copied_elsewhere_than_on_the_event_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_joined: list[int] = []
+
+    async def to_thread(function: Any, *arguments: Any) -> Any:
+        if getattr(function, "__name__", "") == "join":
+            n_joined.append(sum(map(len, arguments[0])))
+        return function(*arguments)
+
+    text = "x" * LONG_BYTES
+    async with client_of(tokenizer, FakeGenerator(ctx_tokens=2 * LONG_BYTES)) as (client, _):
+        begun = await client.conversations.create(items=[said(text)])
+        monkeypatch.setattr(asyncio, "to_thread", to_thread)
+        asked = client.responses.input_tokens.count
+        assert (await asked(model=MODEL, conversation=begun.id, input="y")).input_tokens > LONG_BYTES
+        assert [n > LONG_BYTES for n in n_joined] == [True]
+        assert (await client.conversations.items.list(begun.id)).data[0].content[0].text == text  # type: ignore[union-attr]
+        assert [n > LONG_BYTES for n in n_joined] == [True, True]
 
 
 async def test_one_response_at_a_time_goes_on_with_a_conversation(tokenizer: Tokenizer) -> None:

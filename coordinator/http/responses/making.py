@@ -16,7 +16,6 @@ from relayline.coordinator.http.conversations.store import Turn
 from relayline.coordinator.http.edge.clients import CLIENT
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.handlers import Handlers
-from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
 from relayline.coordinator.http.replies.service import Service
@@ -104,8 +103,7 @@ class MakingHandlers(Handlers):
         body: bytes,
         output: Sequence[Item],
     ) -> None:
-        items = [(item["id"], shapes.encode(item)) for item in output]
-        stored = Stored(id, owner, body, options.input_items, items, options.previous_response_id)
+        stored = Stored(id, owner, body, options.input_items, kept_output(output), options.previous_response_id)
         loop.call_soon_threadsafe(self._store.put, stored)  # a long answer is written by a thread
 
 

@@ -21,6 +21,7 @@ from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
 from tests.support.openai_client import leave, openai_client
+from tests.support.polling import pause
 
 # A template that has thoughts, and calls as Hermes writes them.
 TEMPLATE = (
@@ -151,6 +152,23 @@ async def test_a_result_goes_back_with_its_call(tokenizer: Tokenizer) -> None:
         prompt = prompt_of(tokenizer, served)
     assert prompt.index("weather?") < prompt.index("sunny")
     assert '<tool_call>\n{"name": "get_weather"' in prompt
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+async def test_a_call_that_the_limit_cuts_is_not_continued(tokenizer: Tokenizer, is_background: bool) -> None:
+    """Nobody can answer it: OpenAI refuses a next input without the result of each call."""
+    async with client_of(tokenizer, FakeGenerator(says(CALL)), TEMPLATE) as (client, served):
+        asked: dict[str, Any] = {"model": MODEL, "input": "weather?", "tools": [TOOL], "background": is_background}
+        cut = await client.responses.create(max_output_tokens=len(CALL) - 20, **asked)
+        async with asyncio.timeout(WAIT_S):
+            while cut.status != "incomplete":
+                await pause()
+                cut = await client.responses.retrieve(cut.id)
+        assert [(item.type, item.status) for item in cut.output] == [("function_call", "incomplete")]  # type: ignore[union-attr]
+        await client.responses.create(model=MODEL, input="and?", previous_response_id=cut.id)
+        prompt = prompt_of(tokenizer, served)
+        assert "weather?" in prompt
+        assert "<tool_call>" not in prompt
 
 
 SPACED = {"type": "namespace", "name": "agents", "description": "of agents", "tools": [TOOL]}

@@ -84,6 +84,7 @@ _WITHOUT_V1 = {
     "/files",
     "/batches",
 }
+_RESOURCES_WITHOUT_V1 = ("/responses/", "/conversations/", "/files/", "/batches/")
 
 
 def usual_path(path: str) -> str:
@@ -95,7 +96,7 @@ def usual_path(path: str) -> str:
         return path
     bare, mark, query = path.partition("?")
     found = f"/{bare.strip('/')}"
-    found = f"/v1{found}" if found in _WITHOUT_V1 else found
+    found = f"/v1{found}" if found in _WITHOUT_V1 or found.startswith(_RESOURCES_WITHOUT_V1) else found
     return f"{found}{mark}{query}" if found.startswith("/v1/") else path
 
 

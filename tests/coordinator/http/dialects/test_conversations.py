@@ -420,7 +420,7 @@ async def test_the_routes_answer_head_options_and_a_path_without_v1(tokenizer: T
     async with serving(tokenizer) as served, aiohttp.ClientSession(f"{served.url}") as session:
         async with session.post("/conversations", json={}) as reply:
             id = (await reply.json())["id"]
-        for path in (f"/v1/conversations/{id}", f"/v1/conversations/{id}/items"):
+        for path in (f"/v1/conversations/{id}", f"/conversations/{id}", f"/conversations/{id}/items/?order=asc"):
             async with session.head(path) as reply:
                 assert reply.status == 200
         async with session.options(f"/v1/conversations/{id}") as reply:

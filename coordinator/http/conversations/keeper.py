@@ -95,11 +95,10 @@ class Conversations:
         await self.settled()  # what was written meanwhile may have had the item
         return rest
 
-    async def end(self, turn: Turn, items: Sequence[Kept]) -> None:
-        """End a response's turn, before its client sees that it has ended."""
-        id = turn.id
-        if not turn.end(items):
-            log.warning("a response adds nothing to %s: it is gone, or would be larger than all may be", id)
+    async def add(self, turn: Turn, items: Sequence[Kept]) -> None:
+        """Add a whole answer and its input within a response's turn, before its client sees that it has ended."""
+        if not turn.add(items):
+            log.warning("a response adds nothing to %s: it is gone, or would be larger than all may be", turn.id)
         await self.settled()
 
     async def settled(self) -> None:

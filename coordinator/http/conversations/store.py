@@ -94,12 +94,12 @@ class Turn:
         """The response goes on without its request."""
         self._is_detached = True
 
-    def end(self, items: Sequence[Kept]) -> bool:
-        """Add the items of a whole answer and of what it answers, and end the turn. Return whether they are there."""
-        return self._store.ended(self, items)
+    def add(self, items: Sequence[Kept]) -> bool:
+        """Add the items of a whole answer and of what it answers. Return whether they are there."""
+        return self._store.answered(self, items)
 
     def leave(self) -> None:
-        """End the turn without any items. One that has ended stays so."""
+        """End the turn. One that has ended stays so."""
         self._store.left(self)
 
 
@@ -183,14 +183,11 @@ class ConversationStore:
         turn = self._turns[id] = Turn(self, id)
         return turn
 
-    def ended(self, turn: Turn, items: Sequence[Kept]) -> bool:
-        """End a turn and add its items; return whether they are there. See `Turn.end`."""
+    def answered(self, turn: Turn, items: Sequence[Kept]) -> bool:
+        """Add the items of a turn; return whether they are there. See `Turn.add`."""
         if self._turns.get(turn.id) is not turn:
             return False  # the conversation is gone
-        grown = self._by_id[turn.id].with_items(items)
-        is_there = self.put(grown)
-        self.left(turn)
-        return is_there
+        return self.put(self._by_id[turn.id].with_items(items))
 
     def left(self, turn: Turn) -> None:
         """End a turn. See `Turn.leave`."""

@@ -155,6 +155,8 @@ class Background:
         """Store one that has ended, with as much of it as there is room for."""
         del self._running[running.id]
         if running.turn is not None:
+            # Not before: the next one would be written down while this one is still to be asked for after a crash. Only
+            # one of both would get the turn then.
             running.turn.leave()
         smaller = dataclasses.replace(ended, recording=None)
         if ended.recording is not None:

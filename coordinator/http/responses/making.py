@@ -83,7 +83,8 @@ class MakingHandlers(Handlers):
     async def _end(self, turn: Turn, options: AnswerOptions, dialect: ResponsesDialect) -> None:
         """Add a whole answer and its input to their conversation."""
         output = await asyncio.to_thread(kept_output, dialect.items)
-        await self._conversations.end(turn, [*options.input_items, *output])
+        await self._conversations.add(turn, [*options.input_items, *output])
+        turn.leave()  # before the client is told, which may send the next one at once
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens: how many tokens the prompt would have."""

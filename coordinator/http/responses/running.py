@@ -87,7 +87,7 @@ class Running:
             event, stored = await asyncio.to_thread(self._whole, usage)
         if self.turn is not None:
             self.is_whole = True
-            await conversations.end(self.turn, [*stored.input_items, *stored.output_items])
+            await conversations.add(self.turn, [*stored.input_items, *stored.output_items])
         self._write(event)
         self._end()
         return stored

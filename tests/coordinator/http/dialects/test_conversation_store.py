@@ -52,7 +52,7 @@ def test_the_one_that_was_used_longest_ago_goes_first_and_those_with_a_turn_last
     for id in "ef":
         store.begin(id, "")
     store.put(begun("g"))
-    assert (ids_in(store), held.end([("x", b"")])) == (["e", "f", "g"], False), "the bound is kept in any case"
+    assert (ids_in(store), held.add([("x", b"")])) == (["e", "f", "g"], False), "the bound is kept in any case"
 
 
 def test_all_of_a_conversation_counts_for_the_bound_of_bytes() -> None:
@@ -75,9 +75,10 @@ def test_all_of_a_conversation_counts_for_the_bound_of_bytes() -> None:
 def test_an_answer_that_leaves_no_room_is_not_added() -> None:
     store = ConversationStore(bytes_max=1_000)
     store.put(begun("a", 600))
-    assert not store.begin("a", "").end([("x", b"x" * 500)])
+    turn = store.begin("a", "")
+    assert not turn.add([("x", b"x" * 500)])
     assert [*store.get("a", "").items] == ["msg_a"]
-    assert store.begin("a", "").end([("x", b"")]), "the turn before has ended"
+    assert turn.add([("x", b"")])
 
 
 def test_one_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,8 @@ def test_one_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         store.add("a", "", [("z", b"")])
     with pytest.raises(ContextLengthError, match="too long to go on with"):
         store.begin("a", "")
-    assert store.begin("a", "", resumes=True).end([("z", b"")]), "what has begun ends"
+    with store.begin("a", "", resumes=True) as turn:
+        assert turn.add([("z", b"")]), "what has begun ends"
     monkeypatch.setattr(stores, "CONVERSATION_ITEMS_MAX", 9)
     monkeypatch.setattr(stores, "CONVERSATION_BYTES_MAX", store.n_bytes)
     store.begin("a", "").leave()
@@ -108,13 +110,17 @@ def test_a_turn_keeps_the_items_as_they_are_until_it_ends() -> None:
             with pytest.raises(ConversationLockedError):
                 changing()
         store.update("a", "", b'{"a":"b"}')
-        assert turn.end([("x", b"1"), ("y", b"2")])
+        assert turn.add([("x", b"1"), ("y", b"2")])
+        with pytest.raises(ConversationLockedError):
+            store.begin("a", "")
+        turn.leave()
         after = store.begin("a", "")
     with pytest.raises(ConversationLockedError):
         store.begin("a", "")  # the end of the first one's context leaves the second one's turn alone
-    assert after.end([("y", b"3"), ("z", b"3")])
+    assert after.add([("y", b"3"), ("z", b"3")])
     assert store.get("a", "").items == {"x": b"1", "y": b"2", "z": b"3"}, "one that ends again adds nothing twice"
     assert store.get("a", "").metadata == b'{"a":"b"}'
+    after.leave()
     with store.begin("a", "") as turn:
         turn.detach()
     with pytest.raises(ConversationLockedError):
@@ -145,7 +151,7 @@ def test_its_mirror_is_told_of_each_change() -> None:
         store.put(begun(id))
     store.add("b", "", [("x", b"1")])
     store.update("b", "", b"{}")
-    store.begin("a", "").end([("y", b"2")])
+    store.begin("a", "").add([("y", b"2")])
     assert mirror.kept == {id: store.get(id, "") for id in "ab"}
     store.put(begun("c"))
     store.delete("a", "")

@@ -157,6 +157,36 @@ async def test_one_whose_answer_is_being_written_cannot_be_cancelled_any_more(
         assert await texts_in(client, begun.id) == ["one", "hello"]
 
 
+async def test_the_next_response_waits_until_the_one_before_is_written(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill the one before would be asked for again, with the turn, and the next one would add nothing."""
+    may_write, writing, put = threading.Event(), threading.Event(), ConversationFiles.put
+
+    def held(files: ConversationFiles, conversation: Conversation) -> None:
+        put(files, conversation)
+        writing.set()
+        assert may_write.wait(WAIT_S)
+
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        begun = await client.conversations.create()
+        monkeypatch.setattr(ConversationFiles, "put", held)
+        asked: dict[str, Any] = {"model": MODEL, "conversation": begun.id, "background": True}
+        response = await client.responses.create(input="one", **asked)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not writing.is_set():
+                    await pause()
+            with pytest.raises(openai.BadRequestError, match="another response goes on with it"):
+                await client.responses.create(input="two", **asked)
+        finally:
+            may_write.set()
+        await ended(client, response.id)
+        second = await client.responses.create(input="two", **asked)
+        await ended(client, second.id)
+        assert await texts_in(client, begun.id) == ["one", "hello", "two", "hello"]
+
+
 async def test_a_disk_that_hangs_holds_up_no_client_for_good(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

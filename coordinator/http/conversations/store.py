@@ -10,6 +10,7 @@ The conversation that was changed or gone on with longest ago goes first, and th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self
@@ -136,9 +137,13 @@ class ConversationStore:
         if self.mirror is not None:
             self.mirror.put(conversation)
         while len(self._by_id) > self._n_max or self.n_bytes > self._bytes_max:
-            others = [id for id in self._by_id if id != conversation.id]
-            self._drop(next((id for id in others if id not in self._turns), others[0]))
+            self._drop(self._next_to_go(conversation.id))
         return True
+
+    def _next_to_go(self, kept_id: str) -> str:
+        others = (id for id in self._by_id if id != kept_id)  # a large one may need the place of hundreds
+        first = next(others)
+        return next((id for id in itertools.chain((first,), others) if id not in self._turns), first)
 
     def add(self, id: str, owner: str, items: Sequence[Kept]) -> Conversation:
         """Add items. Raises ConversationNotFoundError, ConversationLockedError, InvalidRequestError."""

@@ -55,6 +55,25 @@ def test_the_one_that_was_used_longest_ago_goes_first_and_those_with_a_turn_last
     assert (ids_in(store), held.add([("x", b"")])) == (["e", "f", "g"], False), "the bound is kept in any case"
 
 
+class Counted(str):
+    """An id that counts how often it is looked at."""
+
+    __hash__ = str.__hash__
+    n_looks = 0
+
+    def __ne__(self, other: object) -> bool:
+        Counted.n_looks += 1
+        return not self == other
+
+
+def test_hundreds_go_for_a_large_one_without_a_look_at_all_for_each() -> None:
+    store = ConversationStore(bytes_max=500 * 300)
+    for number in range(500):
+        store.put(begun(Counted(number), 300))
+    store.put(begun("large", 499 * 300))
+    assert (len(store), Counted.n_looks) == (2, 499)
+
+
 def test_all_of_a_conversation_counts_for_the_bound_of_bytes() -> None:
     whole = Conversation.of("a", "", 0, b'{"a":"b"}', [("x", b"12345"), ("y", b"")])
     assert whole.items_bytes == 5 + 2 * ITEM_BYTES

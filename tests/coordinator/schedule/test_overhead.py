@@ -7,8 +7,8 @@ import pytest
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import (
     ROUND_TRIPS_MIN,
-    WINDOWS_KEPT,
     WINDOWS_MIN,
+    WINDOWS_USED,
     Held,
     Overhead,
     RoundTrip,
@@ -106,11 +106,16 @@ def test_frames_of_others_do_not_make_an_overhead_negative(pipeline: Pipeline) -
 
 
 def landed(
-    overhead: Overhead, n_rows: int, overhead_ms: float, before: tuple[Held, ...], n_streams: int = 0
+    overhead: Overhead,
+    n_rows: int,
+    overhead_ms: float,
+    before: tuple[Held, ...],
+    n_streams: int = 0,
+    n_windows: int = WINDOWS_USED,
 ) -> tuple[Held, ...]:
     """Land enough flights for an estimate at a stage that holds none of them for long; return its counters."""
     now = before
-    for _ in range(WINDOWS_KEPT):
+    for _ in range(n_windows):
         for _ in range(ROUND_TRIPS_MIN):
             overhead.landed(n_rows, round((STEP_MS + overhead_ms) * MS), n_streams or n_rows)
         n_frames = n_rows * ROUND_TRIPS_MIN
@@ -130,6 +135,47 @@ def test_the_overhead_of_a_stream_is_learned_from_two_numbers_of_them() -> None:
     assert [known.of(streams) / MS for streams in (8, 36, 64)] == pytest.approx([1.0, 2.4, 3.8])
     now, few = overhead.known(known)
     assert (now.streams, few.streams, few.ns / MS) == (64, 8, pytest.approx(1.0))
+
+
+def test_a_figure_of_one_stream_never_comes_from_windows_of_many() -> None:
+    overhead, before, known = Overhead(), (Held(0, 0),), RoundTrip()
+    overhead.stages_held(before)
+    before = landed(overhead, 32, 20.0, before)
+    known = overhead.revised(known)
+    for _ in range(WINDOWS_MIN - 1):
+        before = landed(overhead, 1, 1.0, before, n_windows=1)
+        known = overhead.revised(known)
+        assert [each.streams for each in overhead.known(known)] == [32], "too few windows to tell of one stream"
+    landed(overhead, 1, 1.0, before, n_windows=1)
+    known = overhead.revised(known)
+    assert known.of(1) == pytest.approx(1.0 * MS)
+    assert {each.streams: each.ns / MS for each in overhead.known(known)} == pytest.approx({1: 1.0, 32: 20.0})
+
+
+def test_a_stream_that_runs_alone_after_many_bounds_its_overhead_at_once() -> None:
+    """Its flights meet no queue, so that bounds are exact long before there are windows."""
+    overhead, before = Overhead(), (Held(0, 0),)
+    overhead.stages_held(before)
+    landed(overhead, 32, 20.0, before)
+    known = overhead.revised(RoundTrip())
+    for _ in range(ROUND_TRIPS_MIN):
+        overhead.landed(1, (STEP_MS + 1) * MS, 1)
+        overhead.bounded(1, (STEP_MS + 1) * MS, STEP_MS * MS, 0.0)
+        known = overhead.revised(known)
+    assert known.of(1) == pytest.approx(1.0 * MS)
+
+
+def test_a_load_that_comes_and_goes_leaves_the_estimate_steady() -> None:
+    overhead, before, known, n_changes = Overhead(), (Held(0, 0),), RoundTrip(), 0
+    overhead.stages_held(before)
+    for _ in range(2 * WINDOWS_USED):
+        for n_streams, overhead_ms in ((1, 1.0), (32, 7.2)):
+            before = landed(overhead, n_streams, overhead_ms, before, n_windows=1)
+            found = overhead.revised(known)
+            n_changes += found is not known
+            known = found
+    assert [known.of(n) / MS for n in (1, 32)] == pytest.approx([1.0, 7.2])
+    assert n_changes <= 2, "once for each number of streams"
 
 
 def test_the_overhead_of_a_small_flight_is_that_of_all_streams_that_run() -> None:

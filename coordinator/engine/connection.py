@@ -8,7 +8,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from typing import Any
 
 from relayline.coordinator.engine.descriptions import check_stages, described_costs, merge, stage_cost
@@ -36,6 +36,7 @@ log = logging.getLogger("relayline.coordinator")
 
 PASS_BYTES = 16
 CURVE_REFRESH_S = 1.0  # between polls of the stages' measurements; batches never wait for it
+TakesCosts = Callable[[list[StageCost], list[Held]], Awaitable[None]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class Connection:
         """Let it run for as long as this connection stands."""
         self._tasks.append(asyncio.create_task(work))
 
-    def keep_costs(self, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]) -> None:
+    def keep_costs(self, audiences: Sized, update: TakesCosts) -> None:
         """Let `refresh_costs` and the heartbeat run for as long as this connection stands."""
         self._keep(refresh_costs(self, audiences, update))
         self._keep(self.heartbeat.keep(audiences))
@@ -302,9 +303,7 @@ async def _describe_all(stages: Sequence[StageClient], on_heard: Callable[[int],
         await asyncio.gather(*asking, *hearing, return_exceptions=True)
 
 
-async def refresh_costs(
-    connection: Connection, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]
-) -> None:
+async def refresh_costs(connection: Connection, audiences: Sized, update: TakesCosts) -> None:
     """Plan with the speeds that the stages have measured since, as long as the connection is used.
 
     Runs only while there are audiences. `update` gets every stage's cost and, if all of them answered, how long they
@@ -316,7 +315,7 @@ async def refresh_costs(
         if not audiences:
             continue  # an idle pipeline learns nothing
         try:
-            update(*await _costs_now(connection))
+            await update(*await _costs_now(connection))
         except Exception:  # a bug of ours; streams continue with the earlier plans
             if not is_failing:  # each second would fill the log
                 log.exception("reading the stages' measured speeds failed; trying again")

@@ -63,8 +63,7 @@ class Imbalance:
 class ImbalanceWatch:
     """The looks at one pipeline. Cuts do not change while it lives."""
 
-    def __init__(self, edges: Edges) -> None:
-        self._edges = edges
+    def __init__(self) -> None:
         self._seen: Imbalance | None = None
         self._looked_ns = 0
         self._n_steps = 0  # of every stage, since the epoch began
@@ -79,18 +78,13 @@ class ImbalanceWatch:
         """Another epoch has begun: stages may have been started again, and know no more than their calibration."""
         self._n_steps = 0
 
-    def look(
-        self, costs: Sequence[StageCost], n_streams: int, *, n_steps: int, round_trip: RoundTrip, now_ns: int
-    ) -> Imbalance | None:
-        """Compare the running cut with the best one. Returns an imbalance once, when it has lasted long enough.
-
-        `costs`: of each stage, as measured now. `n_streams`: that decode now. `n_steps`: decode steps of every
-        stage since the last look. `round_trip`: its time beyond the steps.
-        """
+    def stepped(self, n_steps: int) -> bool:
+        """Note decode steps of every stage since the last time. Return whether it is worth a look."""
         self._n_steps += n_steps
-        if not n_steps or self._n_steps < STEPS_MIN:
-            return None
-        found = self._compare(costs, max(1, n_streams), round_trip, now_ns)
+        return n_steps > 0 and self._n_steps >= STEPS_MIN
+
+    def look(self, found: Imbalance | None, now_ns: int) -> Imbalance | None:
+        """Take what `faster_cut` found. Returns an imbalance once, when it has lasted long enough."""
         is_apart = now_ns - self._looked_ns > LOOKS_APART_NS
         self._looked_ns = now_ns
         if found is None or found.gain < (GAIN_KEPT if self._is_reported else GAIN_MIN):
@@ -103,17 +97,24 @@ class ImbalanceWatch:
         self._is_reported = was_reported or now_ns - found.since_ns >= HOLD_NS
         return found if self._is_reported and not was_reported else None
 
-    def _compare(
-        self, costs: Sequence[StageCost], n_streams: int, round_trip: RoundTrip, now_ns: int
-    ) -> Imbalance | None:
-        if len(costs) < 2 or not all(cost.decode.is_known for cost in costs):
-            return None
-        n_rows = min(n_streams, *(cost.rows_max for cost in costs))
-        steps_ns = [cost.decode_ns(n_rows) for cost in costs]
-        cut, gain = cut_by_speed(steps_ns, self._edges), 0.0
-        if _may_gain(steps_ns, self._edges, cut):  # else groups are not planned: that takes milliseconds each time
-            gain = gain_of(costs, self._edges, cut, n_streams, [round_trip])
-        return Imbalance(max(range(len(costs)), key=steps_ns.__getitem__), cut, gain, now_ns)
+
+def faster_cut(
+    costs: Sequence[StageCost], edges: Edges, n_streams: int, round_trip: RoundTrip, now_ns: int
+) -> Imbalance | None:
+    """Compare the running cut with the one that fits the present steps. Returns None where nothing can be compared.
+
+    `costs`: of each stage, as measured now. `n_streams`: that decode now. `round_trip`: its time beyond the steps.
+    Takes tens of milliseconds with many stages or streams.
+    """
+    if len(costs) < 2 or not all(cost.decode.is_known for cost in costs):
+        return None
+    n_streams = max(1, n_streams)
+    n_rows = min(n_streams, *(cost.rows_max for cost in costs))
+    steps_ns = [cost.decode_ns(n_rows) for cost in costs]
+    cut, gain = cut_by_speed(steps_ns, edges), 0.0
+    if _may_gain(steps_ns, edges, cut):  # else groups need not be planned
+        gain = gain_of(costs, edges, cut, n_streams, [round_trip])
+    return Imbalance(max(range(len(costs)), key=steps_ns.__getitem__), cut, gain, now_ns)
 
 
 def _may_gain(steps_ns: Sequence[float], edges: Edges, cut: Edges) -> bool:

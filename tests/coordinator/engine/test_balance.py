@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +13,8 @@ import pytest
 
 from relayline.coordinator.engine.balance import Balance
 from relayline.coordinator.model.pipeline_file import PipelineFile
-from relayline.coordinator.planner.imbalance import HOLD_NS
+from relayline.coordinator.planner import imbalance
+from relayline.coordinator.planner.imbalance import HOLD_NS, STEPS_MIN
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.scheduler import Scheduler
@@ -24,7 +27,7 @@ def cost(step_ms: float) -> StageCost:
     return StageCost(flat, flat, 32)
 
 
-def test_costs_reach_the_schedule_and_an_imbalance_the_log(
+async def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     layers = [SimpleNamespace(layer_start=start, layer_end=start + 4) for start in (0, 4)]
@@ -41,10 +44,10 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
         for _ in range(2 * HOLD_NS // 1_000_000_000):
             now["ns"] += 1_000_000_000
             scheduler.n_decode_landed += 30
-            refresh([cost(10), cost(30)], [])
+            await refresh([cost(10), cost(30)], [])
     assert scheduler.planner.step_ns(8) == 30e6
     assert reported
-    assert {found.slowest for found in reported} == {1}, "once it lasts, at each look"
+    assert {found.slowest for found in reported} == {1}, "once it lasts, with all fresh costs"
     (line,) = caplog.messages
     assert line.startswith("laptop slows the pipeline down: with layers 0-5, 6-7 ")
     described = balance.describe(now["ns"])
@@ -55,3 +58,25 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     moved = [SimpleNamespace(layer_start=0, layer_end=6), SimpleNamespace(layer_start=6, layer_end=8)]
     balance.refresh(scheduler, cast("PipelineFile", SimpleNamespace(stages=moved)))
     assert balance.describe(now["ns"]) is None, "after a move it starts again"
+
+
+async def test_streams_go_on_while_cuts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison waits for something that only the event loop does."""
+    has_gone_on = threading.Event()
+    waited: list[bool] = []
+
+    def gain_of(*_: object) -> float:
+        waited.append(has_gone_on.wait(10))
+        return 0.5
+
+    monkeypatch.setattr(imbalance, "gain_of", gain_of)
+    layers = [SimpleNamespace(layer_start=start, layer_end=start + 4) for start in (0, 4)]
+    scheduler = Scheduler(ScheduleConfig(), GroupPlanner([cost(10), cost(10)]))
+    refresh = Balance(list).refresh(scheduler, cast("PipelineFile", SimpleNamespace(stages=layers)))
+    scheduler.n_decode_landed += STEPS_MIN
+    asyncio.get_running_loop().call_soon(has_gone_on.set)
+    await refresh([cost(10), cost(30)], [])
+    assert waited == [True]
+    scheduler.n_decode_landed += STEPS_MIN
+    await refresh([cost(10), cost(30)], [])
+    assert waited == [True], "a minute has to pass anyway: most of the time there is no look"

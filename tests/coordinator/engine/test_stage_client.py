@@ -122,7 +122,7 @@ async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
     monkeypatch.setattr("relayline.coordinator.engine.connection.CURVE_REFRESH_S", 0.0)
     seen: asyncio.Queue[tuple[list[StageCost], list[Held]]] = asyncio.Queue()
     refreshing = asyncio.create_task(
-        refresh_costs(Learning({1, 2, 4}), ["somebody"], lambda *change: seen.put_nowait(change))  # type: ignore[arg-type]
+        refresh_costs(Learning({1, 2, 4}), ["somebody"], lambda *change: seen.put(change))  # type: ignore[arg-type]
     )
     async with asyncio.timeout(60):
         for n_looks in (3, 5):
@@ -144,7 +144,7 @@ async def test_hold_times_count_only_if_all_stages_report_them(monkeypatch: pyte
     answers.stages.append(silent)
     answers.stage_costs = lambda: [stage_cost(pb.StatusResponse(), 64)] * 2  # type: ignore[method-assign]
     refreshing = asyncio.create_task(
-        refresh_costs(answers, ["somebody"], lambda _, held: seen.put_nowait(held))  # type: ignore[arg-type]
+        refresh_costs(answers, ["somebody"], lambda _, held: seen.put(held))  # type: ignore[arg-type]
     )
     async with asyncio.timeout(60):
         assert await seen.get() == []

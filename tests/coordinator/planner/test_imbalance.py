@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relayline.coordinator.planner import imbalance
-from relayline.coordinator.planner.imbalance import HOLD_NS, STEPS_MIN, Imbalance, ImbalanceWatch
+from relayline.coordinator.planner.imbalance import HOLD_NS, STEPS_MIN, Imbalance, ImbalanceWatch, faster_cut
 from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import CostCurve
@@ -25,7 +25,7 @@ class Looks:
     """A watch that looks once a second."""
 
     def __init__(self) -> None:
-        self.watch = ImbalanceWatch(EDGES)
+        self.watch = ImbalanceWatch()
         self.now_ns = 5 * S
 
     def take(
@@ -33,11 +33,11 @@ class Looks:
     ) -> list[Imbalance]:
         findings = []
         for _ in range(seconds):
-            costs = [cost(ms) for ms in steps_ms]
-            found = self.watch.look(
-                costs, 16, n_steps=n_steps, round_trip=RoundTrip(overhead_ms * MS), now_ns=self.now_ns
-            )
-            findings += [found] if found is not None else []
+            if self.watch.stepped(n_steps):
+                costs = [cost(ms) for ms in steps_ms]
+                cut = faster_cut(costs, EDGES, 16, RoundTrip(overhead_ms * MS), self.now_ns)
+                found = self.watch.look(cut, self.now_ns)
+                findings += [found] if found is not None else []
             self.now_ns += S
         return findings
 
@@ -104,7 +104,7 @@ def test_another_cut_gains_little_where_round_trips_take_the_time() -> None:
 
 
 def test_nothing_is_reported_without_curves_or_neighbours() -> None:
-    watch = ImbalanceWatch(EDGES)
     bare = StageCost(CostCurve(), CostCurve(), 32)
-    assert watch.look([bare, cost(5)], 16, n_steps=STEPS_MIN, round_trip=RoundTrip(), now_ns=S) is None
-    assert ImbalanceWatch(((0, 20),)).look([cost(5)], 16, n_steps=STEPS_MIN, round_trip=RoundTrip(), now_ns=S) is None
+    assert faster_cut([bare, cost(5)], EDGES, 16, RoundTrip(), S) is None
+    assert faster_cut([cost(5)], ((0, 20),), 16, RoundTrip(), S) is None
+    assert ImbalanceWatch().look(None, S) is None

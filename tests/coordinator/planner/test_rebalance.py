@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from relayline.coordinator.planner.imbalance import GAIN_MIN, HOLD_NS, Imbalance, ImbalanceWatch
+from relayline.coordinator.planner.imbalance import GAIN_MIN, HOLD_NS, STEPS_MIN, Imbalance, ImbalanceWatch, faster_cut
 from relayline.coordinator.planner.rebalance import DAY_NS, Rebalancer
 from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
@@ -29,7 +29,7 @@ class World:
     def __init__(self, layer_ms: LayerMs, cuts: tuple[int, ...]) -> None:
         self.layer_ms, self.cuts, self.now_ns = layer_ms, cuts, 5 * S
         self.rebalancer = Rebalancer(EVERY_NS)
-        self.watch = ImbalanceWatch(self.edges)
+        self.watch = ImbalanceWatch()
         self.moves: list[tuple[float, tuple[int, ...]]] = []
 
     @property
@@ -41,13 +41,14 @@ class World:
             layer_ms = self.layer_ms(self.now_ns / 1e9)
             steps_ms = [ms * (end - start) for ms, (start, end) in zip(layer_ms, self.edges, strict=True)]
             costs = [_cost(ms) for ms in steps_ms]
-            self.watch.look(costs, 16, n_steps=60, round_trip=RoundTrip(), now_ns=self.now_ns)
+            assert self.watch.stepped(STEPS_MIN)
+            self.watch.look(faster_cut(costs, self.edges, 16, RoundTrip(), self.now_ns), self.now_ns)
             wanted = self.rebalancer.wanted(self.watch.reported, self.cuts, self.now_ns)
             if wanted:
                 self.rebalancer.moved(self.cuts, wanted, self.now_ns, is_own=True)
                 self.moves.append((self.now_ns / 1e9, wanted))
                 self.cuts = wanted
-                self.watch = ImbalanceWatch(self.edges)
+                self.watch = ImbalanceWatch()
             self.now_ns += LOOK_S * S
         return self
 

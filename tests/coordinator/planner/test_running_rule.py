@@ -9,7 +9,7 @@ import pytest
 
 from relayline.coordinator.planner.climb import shifts
 from relayline.coordinator.planner.costs import Costs, Edges
-from relayline.coordinator.planner.imbalance import HOLD_NS, STEPS_MIN, ImbalanceWatch
+from relayline.coordinator.planner.imbalance import HOLD_NS, ImbalanceWatch, faster_cut
 from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape
 from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.rates import Planned, rate_of, split_rates
@@ -121,9 +121,9 @@ def test_an_imbalance_gains_what_the_page_shows_for_its_layers(seed: int) -> Non
     instance, edges = planned(seed)
     n_lanes, trip = instance.load.n_lanes, RoundTrip(2e6, 8, 5e4)
     costs = slower(list(split_rates(Costs(instance), edges).stages), seed % len(edges), 3.0)
-    watch, found = ImbalanceWatch(edges), None
+    watch, found = ImbalanceWatch(), None
     for now_ns in (1, HOLD_NS // 8, *(HOLD_NS * at // 8 for at in range(2, 12))):
-        watch.look(costs, n_lanes, n_steps=STEPS_MIN, round_trip=trip, now_ns=now_ns)
+        watch.look(faster_cut(costs, edges, n_lanes, trip, now_ns), now_ns)
         found = found or watch.reported
     if found is None:
         return

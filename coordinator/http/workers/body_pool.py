@@ -59,6 +59,7 @@ GRAMMAR_CPU_S_MAX = 5.0  # to make one; trying it has separate bounds (coordinat
 NICENESS = 10  # of workers for long bodies: running answers come first
 WALL_S_MAX = 60.0  # of one request, once it has a worker; the bounds of a body are of processor time
 KEEP_BYTES_MAX = 1024 * 1024  # a worker that had more than this in hand is not kept: its memory is given back
+PIECE_BYTES = 128 * 1024  # of a body, copied to the pipe at once; the next ones wait until it has room
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 
 
@@ -79,21 +80,43 @@ class _Worker(asyncio.Protocol):
         self._came = bytearray()
         self._phase: Phase | None = None  # the activity with the body that was sent last
         self._answer: asyncio.Future[tuple[bytes, bytes]] | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
         self.is_lost = False
 
-    def send(self, *parts: bytes) -> None:
+    def send(self, *parts: bytes | memoryview) -> None:
         """Send frames."""
         self._pipe.writelines(parts)
 
     async def talk(self, asked: bytes, raw: bytes) -> tuple[bytes, bytes]:
         """Send a body. Return the kind of the answer and the answer. Raises _WorkerDiedError."""
         self._phase = None
-        self._answer = asyncio.get_running_loop().create_future()
-        if self.is_lost:
-            self._died()
-        else:
-            self.send(TO_WORKER.pack(len(asked), len(raw)), asked, raw)
-        return await self._answer
+        answer: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
+        self._answer = answer
+        try:
+            if self.is_lost:
+                self._died()
+            else:
+                await self._send_body(asked, memoryview(raw))
+            return await answer
+        finally:
+            answer.cancel()  # where it is not awaited any more
+
+    async def _send_body(self, asked: bytes, raw: memoryview) -> None:
+        self.send(TO_WORKER.pack(len(asked), len(raw)), asked, raw[:PIECE_BYTES])
+        for begin in range(PIECE_BYTES, len(raw), PIECE_BYTES):
+            await self._may_write.wait()
+            if self.is_lost:
+                return
+            self.send(raw[begin : begin + PIECE_BYTES])
+
+    def pause_writing(self) -> None:
+        """The pipe is full."""
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        """The pipe has room again."""
+        self._may_write.set()
 
     def end(self) -> None:
         """End the worker at once."""
@@ -126,6 +149,7 @@ class _Worker(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The worker has ended, or its pipe was closed."""
         self.is_lost = True
+        self._may_write.set()
         self._died()
 
     def _died(self) -> None:

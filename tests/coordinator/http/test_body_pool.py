@@ -75,6 +75,16 @@ async def completed(pool: BodyPool, body: Any, *, ctx_tokens: int = 512, client:
     return msgspec.msgpack.decode(answer, type=Prepared)
 
 
+class Full(asyncio.Transport):
+    """A pipe without room."""
+
+    def __init__(self, worker: asyncio.Protocol) -> None:
+        self._worker = worker
+
+    def writelines(self, _parts: Any) -> None:
+        self._worker.pause_writing()
+
+
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
 async def test_a_hostile_template_costs_its_chats_and_nothing_else(tokenizer: Tokenizer, template: str) -> None:
     async with serving(tokenizer, template=template) as served, aiohttp.ClientSession(served.url) as session:
@@ -133,6 +143,34 @@ async def test_a_text_that_cannot_fit_is_refused_by_its_size(pool: BodyPool, tok
         await completed(pool, {"prompt": "x" * (512 * tokenizer.longest_piece_bytes + 1)})
     with pytest.raises(ContextLengthError, match="resulted in 513 tokens"):
         await completed(pool, {"prompt": [1] * 513})
+
+
+async def test_a_long_body_goes_to_its_worker_in_pieces(pool: BodyPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of megabytes holds up all streams for milliseconds."""
+    sizes: list[int] = []
+    send = body_pool._Worker.send
+
+    def noted(worker: Any, *parts: bytes | memoryview) -> None:
+        sizes.append(sum(map(len, parts)))
+        send(worker, *parts)
+
+    monkeypatch.setattr(body_pool._Worker, "send", noted)
+    n_bytes = 20 * body_pool.PIECE_BYTES + 1
+    text = {"prompt": "h" * 400, "user": "x" * n_bytes}
+    assert unpacked((await completed(pool, json.dumps(text).encode())).prompts[0]) == (104,) * 400
+    assert sum(sizes) > n_bytes
+    assert max(sizes) < 2 * body_pool.PIECE_BYTES
+
+
+async def test_a_worker_that_dies_before_it_has_all_of_a_body_is_told() -> None:
+    worker = body_pool._Worker(0)
+    worker.connection_made(Full(worker))
+    talking = asyncio.create_task(worker.talk(b"", b"x" * (3 * body_pool.PIECE_BYTES)))
+    await asyncio.sleep(0)
+    assert not talking.done()
+    worker.connection_lost(None)
+    with pytest.raises(body_pool._WorkerDiedError):
+        await talking
 
 
 async def test_a_short_body_that_takes_long_is_handled_with_the_long_ones(

@@ -1,6 +1,7 @@
 """The bodies of /v1/conversations. Pure, and for a body's worker: they are checked as the input of a response is.
 
-So a conversation holds nothing that no response could go on with.
+So a conversation holds nothing that no response could go on with, but for images and audio: these are looked at by the
+response that reads them.
 """
 
 from __future__ import annotations

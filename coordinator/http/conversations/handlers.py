@@ -18,7 +18,6 @@ from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.responses.items import new_id
 from relayline.coordinator.http.responses.listing import item_list, page_of
 from relayline.coordinator.http.workers.prepared import Asked
-from relayline.wire.common.errors import ConversationNotFoundError
 
 PATH = "/v1/conversations"
 
@@ -84,15 +83,12 @@ class ConversationHandlers:
 
     async def retrieve_item(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/conversations/{id}/items/{item}: one item of a conversation."""
-        found = self._found(request)
-        return json_response(found.items[_item_in(found, request)])
+        return json_response(self._found(request).item(request.match_info["item"]))
 
     async def delete_item(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/conversations/{id}/items/{item}: forget an item of a conversation; returns the conversation."""
-        found = self._found(request)
-        item_id = _item_in(found, request)
-        self._store.unlocked(found.id, found.owner)
-        return _shown(await self._conversations.delete_item(found, item_id))
+        id, item_id, owner = request.match_info["id"], request.match_info["item"], request.get(CLIENT, "")
+        return _shown(await self._conversations.delete_item(id, owner, item_id))
 
     async def _told(
         self, route: Literal["conversation", "conversation_items", "conversation_update"], request: web.Request
@@ -104,13 +100,6 @@ class ConversationHandlers:
 
     def _found(self, request: web.Request) -> Conversation:
         return self._store.get(request.match_info["id"], request.get(CLIENT, ""))
-
-
-def _item_in(conversation: Conversation, request: web.Request) -> str:
-    item_id = request.match_info["item"]
-    if item_id not in conversation.items:
-        raise ConversationNotFoundError(f"no item {item_id[:100]!r} is in the conversation {conversation.id}")
-    return item_id
 
 
 def _shown(conversation: Conversation) -> web.StreamResponse:

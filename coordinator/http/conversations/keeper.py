@@ -56,6 +56,7 @@ class Conversations:
         self.store = ConversationStore()
         self.keeper: ConversationKeeper | None = None
         """Keeps them over the end of this process; None: they end with it."""
+        self._deleting = asyncio.Lock()  # one item after the other: each takes a turn
 
     def keep(self, keeper: ConversationKeeper, found: Sequence[Conversation]) -> None:
         """Keep conversations over the end of this process, beginning with those that the one before has left."""
@@ -82,16 +83,18 @@ class Conversations:
             await self.keeper.forget(conversation.id)
         self.store.delete(conversation.id, conversation.owner)
 
-    async def delete_item(self, conversation: Conversation, item_id: str) -> Conversation:
+    async def delete_item(self, id: str, owner: str, item_id: str) -> Conversation:
         """Forget an item of a conversation; return the rest. Raises HttpRefusal where the item would be back after a
-        restart, ConversationLockedError, and ConversationNotFoundError where the conversation has gone meanwhile.
+        restart, ConversationLockedError, and ConversationNotFoundError.
         """
-        id, owner, store = conversation.id, conversation.owner, self.store
-        with store.begin(id, owner, resumes=True):
-            if self.keeper is not None:
-                await self.keeper.certainly(conversation.without_item(item_id))
-            rest = store.get(id, owner).without_item(item_id)  # its metadata may be others by now
-            store.put(rest)
+        store = self.store
+        async with self._deleting:
+            found = store.unlocked(id, owner).without_item(item_id)
+            with store.begin(id, owner, resumes=True):
+                if self.keeper is not None:
+                    await self.keeper.certainly(found)
+                rest = store.get(id, owner).without_item(item_id)  # its metadata may be others by now
+                store.put(rest)
         await self.settled()  # what was written meanwhile may have had the item
         return rest
 

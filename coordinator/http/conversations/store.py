@@ -60,10 +60,16 @@ class Conversation:
         n_bytes = sum(_n_bytes(item) for _, item in new)
         return dataclasses.replace(self, items={**self.items, **dict(new)}, items_bytes=self.items_bytes + n_bytes)
 
+    def item(self, item_id: str) -> bytes:
+        """Return an item as JSON. Raises ConversationNotFoundError."""
+        if item_id not in self.items:
+            raise ConversationNotFoundError(f"no item {item_id[:100]!r} is in the conversation {self.id}")
+        return self.items[item_id]
+
     def without_item(self, item_id: str) -> Conversation:
-        """Return it without an item that it has."""
+        """Return it without an item. Raises ConversationNotFoundError."""
+        n_bytes = self.items_bytes - _n_bytes(self.item(item_id))
         items = {id: item for id, item in self.items.items() if id != item_id}
-        n_bytes = self.items_bytes - _n_bytes(self.items[item_id])
         return dataclasses.replace(self, items=items, items_bytes=n_bytes)
 
 
@@ -159,7 +165,8 @@ class ConversationStore:
         """Return a conversation whose items may change. Raises ConversationNotFoundError, ConversationLockedError."""
         found = self.get(id, owner)
         if id in self._turns:
-            raise ConversationLockedError("a response goes on with this conversation; wait for its end")
+            text = "a response goes on with this conversation, or an item is being deleted; wait for the end"
+            raise ConversationLockedError(text)
         return found
 
     def update(self, id: str, owner: str, metadata: bytes) -> Conversation:

@@ -246,6 +246,19 @@ async def test_what_cannot_be_deleted_from_the_disk_is_still_there(
     assert [*(tmp_path / CONVERSATIONS).iterdir()] == []
 
 
+async def test_items_that_are_deleted_at_once_all_go(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        begun = await client.conversations.create(items=[said(str(number)) for number in range(5)])
+        items = (await client.conversations.items.list(begun.id, order="asc")).data
+        ids = [str(item.id) for item in (*items[:4], items[0])]
+        deleting = [client.conversations.items.delete(id, conversation_id=begun.id) for id in ids]
+        ends = await asyncio.gather(*deleting, return_exceptions=True)
+        assert sorted(type(end).__name__ for end in ends) == [*["Conversation"] * 4, "NotFoundError"]
+        assert await texts_in(client, begun.id) == ["4"]
+    async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
+        assert await texts_in(client, begun.id) == ["4"]
+
+
 async def test_a_background_response_keeps_its_turn_over_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"model": MODEL, "background": True}
     async with serving_kept(tokenizer, tmp_path, Speaker(n_free=2)) as url, openai_client(url) as client:

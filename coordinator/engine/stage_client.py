@@ -63,6 +63,8 @@ class StageClient:
         self._channel = rpc.open_channel(address, security, who, generation)
         self.clock = OffsetEstimate()
         """What the heartbeat has learned of this stage's clock."""
+        self.max_rows = 1
+        """Rows of one native step, once the stage has described itself."""
         self.returns = ReturnReader(f"the stage at {address}")
         self._reader: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
@@ -85,6 +87,7 @@ class StageClient:
                 f"{self.address} speaks protocol {facts.protocol_version}, this coordinator "
                 f"{bounds.PROTOCOL_VERSION}; run the same relayline version on both"
             )
+        self.max_rows = facts.max_rows
         return facts
 
     async def configure(self, request: pb.ConfigureRequest) -> pb.ConfigureResponse:

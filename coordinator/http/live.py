@@ -134,8 +134,8 @@ class LiveFeed:
         shared = share_host([stage.address for stage in stages])
         devices = device_numbers([place_of(status.place) for status in known])
         costs = [
-            stage_cost(status, _rows_max(status), is_per_lane=status.kv_per_lane, shares_host=shares, device=device)
-            for status, shares, device in zip(known, shared, devices, strict=True)
+            stage_cost(status, stage.max_rows, is_per_lane=status.kv_per_lane, shares_host=shares, device=device)
+            for stage, status, shares, device in zip(stages, known, shared, devices, strict=True)
         ]
         edges = tuple((int(stage["layers"][0]), int(stage["layers"][1])) for stage in listed)
         names = [str(stage.get("name") or f"stage {stage['index']}") for stage in listed]
@@ -190,11 +190,6 @@ class LiveFeed:
 def _round_trips(plan: object) -> list[RoundTrip]:
     """Return the overheads that GET /v1/pipeline gives with its plan."""
     return [RoundTrip(**each) for each in plan.get("overheads", ())] if isinstance(plan, dict) else []
-
-
-def _rows_max(status: pb.StatusResponse) -> int:
-    """Return the rows up to which a stage has measured its steps."""
-    return max((point.n_rows for point in status.decode_curve), default=1)
 
 
 def _asked_edges(text: str, edges: Edges) -> Edges:

@@ -35,7 +35,7 @@ class FakeStage(StageClient):
     """A stage with steps 1 to `n_steps`, a millisecond each; `gate` delays its answers."""
 
     def __init__(self) -> None:
-        self.address = "127.0.0.1:1"
+        self.address, self.max_rows = "127.0.0.1:1", 512
         self.n_steps, self.asked, self.n_beats = 3, [], 0  # type: ignore[var-annotated]
         self.gate: Gate | None = None
 

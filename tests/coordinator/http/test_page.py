@@ -201,6 +201,15 @@ async def test_a_server_that_ends_takes_its_look_along(tokenizer: Tokenizer) -> 
     await asyncio.gather(page, return_exceptions=True)  # that no task is left is checked after every test
 
 
+async def test_plans_count_with_all_rows_that_a_stage_takes_at_once(tokenizer: Tokenizer) -> None:
+    """Its curve ends at eight rows."""
+    for max_rows, shown in ((8, ["1", "8"]), (512, ["1", "8", "32"])):
+        async with served(tokenizer) as world:
+            world.stage.max_rows = max_rows
+            plan = json.loads((await world.get("/v1/pipeline/plan"))[2])
+            assert list(plan["stages"][0]["step_ms"]) == shown
+
+
 async def test_plans_come_from_the_stages_measurements(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "PLAN_EVERY_S", 3_600.0)  # a busy host takes seconds for what follows
     async with served(tokenizer) as world:

@@ -252,6 +252,11 @@ class Instance:
     @property
     def devices(self) -> tuple[int, ...]:
         """A number for each stage, the same where stages take turns, as the coordinator will find when they run."""
+        return tuple(device_numbers(self.places))
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The place of each stage, as far as it is known before they run."""
         places = []
         for host in self.hosts:
             gpu = f"GPU {host.device}" if host.device >= 0 else f"GPU of {host.name}"
@@ -259,7 +264,7 @@ class Instance:
                 places.append(Place(gpu, {gpu: gpu}))
             else:
                 places.append(Place(host.machine.name, {}, frozenset(range(host.machine.cores)), host.threads))
-        return tuple(device_numbers(places))
+        return tuple(places)
 
     def link_bytes(self, rows: int, edges: Sequence[tuple[int, int]] = ()) -> tuple[int, ...]:
         """Return the bytes of a decode flight of `rows` rows: to stage 0, between neighbours, back.

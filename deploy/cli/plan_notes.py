@@ -9,6 +9,7 @@ from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.predict import Prediction
 from relayline.coordinator.planner.search import Best
 from relayline.coordinator.planner.whatif import one_more, other_last
+from relayline.coordinator.schedule.shared_devices import sharing
 from relayline.deploy.launch.lanes import lowered_lanes
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.planning.drafting import draft_memory, gpus_bytes, has_coordinator
@@ -61,13 +62,10 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
     notes += gpu_sharing(manifest)
     if manifest.serving.grant_steps and len(instance.hosts) > 1:
         notes.append("the rates are those without grants (grantSteps), which save the way to the coordinator and back")
-    threads = {host.machine: 0 for host in instance.hosts}
-    for host in instance.hosts:
-        threads[host.machine] += host.threads
-    crowded = [machine.name for machine, n_threads in threads.items() if n_threads > machine.cores]
-    if crowded:
-        names = ", ".join(crowded)
-        notes.append(f"the stages on {names} have more threads than there are cores, so they take turns")
+    on_cores = [
+        (place, host.name) for place, host in zip(instance.places, instance.hosts, strict=True) if not host.is_on_gpu
+    ]
+    notes += sharing([place for place, _ in on_cores], [name for _, name in on_cores])
     return tuple(notes)
 
 

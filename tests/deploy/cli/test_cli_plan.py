@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import urllib.request
@@ -14,8 +15,10 @@ import pytest
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
+from relayline.coordinator.planner.instance import Machine
 from relayline.coordinator.planner.speed import Sample
 from relayline.deploy.cli.plan import make_plan
+from relayline.deploy.cli.plan_notes import notes_of
 from relayline.deploy.cli.planned import planned_manifest
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.deploy.planning import compare as plan_compare
@@ -180,6 +183,21 @@ def test_local_stages_share_cores_and_memory(model: Path) -> None:
     instance = instance_of(manifest_of(model, "stages: 2"), inspect_model(model))
     assert instance.hosts[0].machine == instance.hosts[1].machine == instance.coordinator
     assert sum(host.threads for host in instance.hosts) <= max(2, instance.hosts[0].machine.cores)
+
+
+@pytest.mark.parametrize(("threads", "told"), [(2, []), (3, ["a, b, c and d"])])
+def test_a_plan_tells_of_the_stages_that_the_coordinator_will_find_to_take_turns(
+    model: Path, threads: int, told: list[str]
+) -> None:
+    """With two threads each, any two stages have cores enough, though all four together have not."""
+    manifest, facts = manifest_of(model, "stages: 2"), inspect_model(model)
+    instance = instance_of(manifest, facts)
+    box, host = Machine("box", 4), instance.hosts[0]
+    four = tuple(dataclasses.replace(host, name=name, machine=box, threads=threads) for name in "abcd")
+    instance = dataclasses.replace(instance, hosts=four)
+    assert len(set(instance.devices)) == (1 if told else 4)
+    notes = [note for note in notes_of(manifest, instance, facts) if "take turns" in note]
+    assert [note.partition(" share ")[0] for note in notes] == [f"stages {names}" for names in told]
 
 
 def test_a_calibration_file_counts_and_a_wrong_one_is_refused(model: Path, tmp_path: Path) -> None:

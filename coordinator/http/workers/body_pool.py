@@ -136,7 +136,8 @@ class _Worker(asyncio.Protocol):
             end = FROM_WORKER.size + size
             if size <= _ANSWER_BYTES_MAX and len(came) < end:
                 return
-            content = bytes(came[FROM_WORKER.size : end])
+            with memoryview(came) as view:  # copied once: an answer repeats the items of a body
+                content = bytes(view[FROM_WORKER.size : end])
             del came[:end]
             if kind == ENTERED and content in PHASE_OF:
                 self._phase = PHASE_OF[content]

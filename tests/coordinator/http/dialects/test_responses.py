@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from relayline.coordinator.http.responses.asking import REFERENCES_MAX, references
+from relayline.coordinator.http.responses.context import LOOKED_AT_BYTES, may_refer
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import ITEM_BYTES, ResponseStore, Stored
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -169,6 +170,21 @@ async def test_a_call_that_the_limit_cuts_is_not_continued(tokenizer: Tokenizer,
         prompt = prompt_of(tokenizer, served)
         assert "weather?" in prompt
         assert "<tool_call>" not in prompt
+
+
+class Body(bytes):
+    """One that must not be looked at as a whole."""
+
+    def __contains__(self, _word: object) -> bool:
+        raise AssertionError("all of it at once")
+
+
+async def test_a_long_body_is_looked_at_in_pieces() -> None:
+    before = b" " * LOOKED_AT_BYTES
+    assert not await may_refer(Body(3 * before))
+    for word in (b"previous_response_id", b"item_reference", b'"conversation"'):
+        for n_before in range(len(word) + 1):
+            assert await may_refer(Body(before + before[n_before:] + word + before)), (word, n_before)
 
 
 SPACED = {"type": "namespace", "name": "agents", "description": "of agents", "tools": [TOOL]}

@@ -15,8 +15,10 @@ import numpy.typing as npt
 from relayline.stage.sampling.filters import largest_tokens
 from relayline.wire.common.bounds import PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import InternalError
+from relayline.wire.common.sampler_fields import BY_NAME
 
 LEADERS = 100  # tokens from which version 1 estimates how steep the distribution is; llama.cpp's number
+_MU = BY_NAME["mirostat_mu"]  # its bounds: a stage refuses an open with another one
 
 Logits = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
@@ -63,8 +65,8 @@ class Mirostat:
             drops = np.diff(leaders) * math.log(2)
             slope = np.float64((steps * drops).sum()) / np.float64((steps * steps).sum())
             epsilon = slope - 1
-            n_kept = (epsilon * 2.0**self.mu / (1 - float(n_vocab) ** -epsilon)) ** (1 / slope)
-        return min(max(int(n_kept), 1), n_vocab) if math.isfinite(n_kept) else 1
+            n_kept = (epsilon * np.exp2(np.float64(self.mu)) / (1 - float(n_vocab) ** -epsilon)) ** (1 / slope)
+        return int(min(max(n_kept, 1), n_vocab)) if not math.isnan(n_kept) else 1
 
     def said(self, token: int, tokens: Tokens, logits: Logits) -> None:
         """Record the token picked from those that `kept` returned; `logits` are theirs."""
@@ -73,7 +75,8 @@ class Mirostat:
         wide /= self._temperature
         at = int(np.flatnonzero(tokens == token)[0])
         surprise = (math.log(np.exp(wide).sum()) - float(wide[at])) / math.log(2)
-        self._mus.append(_as_f32(self.mu - self._eta * (surprise - self._tau)))
+        mu = self.mu - self._eta * (surprise - self._tau)
+        self._mus.append(_as_f32(min(max(mu, _MU.low), _MU.high)))
         if len(self._mus) > 2 * PENALTY_TOKENS_MAX:  # more than ever comes again
             del self._mus[:PENALTY_TOKENS_MAX]
         if self._position is not None:

@@ -117,3 +117,15 @@ def test_with_temperature_0_the_largest_logit_is_picked_and_no_mu_is_reported() 
     sampler = SessionSampler(greedy, N_VOCAB)
     for position, logits in enumerate(rows()):
         assert sampler.sample(logits, position)[:] == (int(logits.argmax()), None, [], None)
+
+
+def test_a_mu_that_rises_without_end_keeps_every_token_and_comes_back() -> None:
+    """Each token adds some 90 bits. Two to that power leaves the range of a float behind token 11."""
+    numbers = {"mirostat": 1, "mirostat_tau": 100.0, "mirostat_eta": 1.0}
+    options = SamplingOptions(seed=3, numbers=numbers)
+    sampler, logits = SessionSampler(options, N_VOCAB), next(rows())
+    assert [sampler.sample(logits, position).mirostat_mu for position in range(30)][-1] > 2_000
+    kept = Mirostat(1, 100.0, 1.0, 1.0, 2_000.0).kept(logits, 0)
+    assert kept.size == N_VOCAB
+    last = SessionSampler(SamplingOptions(seed=3, numbers=numbers | {"mirostat_mu": 1e6}), N_VOCAB)
+    SamplingOptions(numbers=numbers | {"mirostat_mu": last.sample(logits, 0).mirostat_mu})

@@ -20,6 +20,8 @@ Types = Mapping[str, frozenset[str]]  # JSON types that each argument of a tool 
 # values written as JSON, in quotes, while models that none leads may write them bare.
 QUOTED = "quoted"
 
+_KEY_CHARS_MAX = 2 * NAME_CHARS_MAX  # of a key and the tags around it
+
 _NAME = re.compile(r'([^\s<>"]+)(?:">|>|(?=[\s<]))')
 _BEGUN_NAME = re.compile(r'[^\s<>"]*"?')
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates made with Jinja write them
@@ -83,14 +85,14 @@ class TaggedCall:
     def _between(self) -> str | None:
         """Continue with the next value or the end. None: more text is needed."""
         text = self._held = self._held.lstrip()
-        key = self._key.match(text)
+        key = self._key.match(text, 0, _KEY_CHARS_MAX)
         if key:
             self._held = text[key.end() :]
             self._key_types, self._is_begun = self._types.get(key[1], frozenset()), False
             self._n_keys += 1
             return f"{', ' if self._n_keys > 1 else '{'}{json.dumps(key[1], ensure_ascii=False)}: "
         opening = self._body.key_open
-        is_begun = opening.startswith(text) or (text.startswith(opening) and len(text) <= 2 * NAME_CHARS_MAX)
+        is_begun = opening.startswith(text) or (text.startswith(opening) and len(text) <= _KEY_CHARS_MAX)
         if is_begun or (self._end.startswith(text) and text != self._end):
             return None
         # Any other text here ends the call as well: its name has been passed on already.

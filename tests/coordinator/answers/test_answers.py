@@ -278,6 +278,13 @@ def test_text_behind_a_call_without_its_last_bracket_is_passed_on() -> None:
     assert (found.calls, found.text) == (XY, "Done.")
 
 
+@pytest.mark.parametrize("n_chars", [470, 2 * NAME_CHARS_MAX])
+def test_a_key_of_any_length_ends_at_the_same_place_however_it_is_cut(n_chars: int) -> None:
+    text = f"<tool_call>\n<function=other>\n<parameter={'k' * n_chars}>\ny\n</parameter>\n</function>\n</tool_call>"
+    found = same_at_every_cut(text, QWEN_CODER)
+    assert found.calls == ([("other", {"k" * n_chars: "y"})] if n_chars < NAME_CHARS_MAX * 2 else BARE)
+
+
 def test_no_two_calls_have_one_id() -> None:
     twice = write_calls(KIMI, [*BARE] * 2).replace(":1", ":0")
     assert same_at_every_cut(twice, KIMI).ids == ["functions.other:0", "id1"]

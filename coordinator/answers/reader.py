@@ -7,6 +7,7 @@ passed on as text.
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from relayline.coordinator.answers.tagged_calls import TaggedCall, Types
 from relayline.coordinator.text.detokenize import overlap
 
 CALL_ID_CHARS = 9  # what templates of Mistral's models demand; others take any
-_SEPARATORS = " \r\n\t,;[]"  # between calls, by all syntaxes together
+_SEPARATORS = re.compile(r"[\s,;\[\]]*")  # between calls, by all syntaxes together
 
 
 def random_call_id() -> str:
@@ -221,7 +222,7 @@ class AnswerReader:
         assert self._reading is not None
         syntax = self._reading.syntax
         opening, end = syntax.open.rstrip() or "{", syntax.end.strip(" \n[]")
-        text = self._held.lstrip(_SEPARATORS)
+        text = _SEPARATORS.sub("", self._held, count=1)
         skipped = self._held[: len(self._held) - len(text)]
         if text.startswith(opening):
             behind = text[len(opening) :] if syntax.open else text

@@ -278,6 +278,13 @@ def test_text_behind_a_call_without_its_last_bracket_is_passed_on() -> None:
     assert (found.calls, found.text) == (XY, "Done.")
 
 
+@pytest.mark.parametrize("blank", ["\u2028", "\u00a0", "\x0b"])
+def test_any_blank_may_stand_between_calls_and_before_their_end(blank: str) -> None:
+    body = '{"name": "other", "arguments": {"x": "y"}}'
+    found = same_at_every_cut(f"[TOOL_CALLS][{body},{blank}{body}{blank}]{blank}Done.", BY_LABEL["mistral-nemo"])
+    assert (found.calls, found.text) == ([*XY, *XY], "Done.")
+
+
 @pytest.mark.parametrize("n_chars", [470, 2 * NAME_CHARS_MAX])
 def test_a_key_of_any_length_ends_at_the_same_place_however_it_is_cut(n_chars: int) -> None:
     text = f"<tool_call>\n<function=other>\n<parameter={'k' * n_chars}>\ny\n</parameter>\n</function>\n</tool_call>"

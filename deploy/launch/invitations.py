@@ -56,6 +56,10 @@ class _Row(msgspec.Struct, frozen=True):
     used_by: str = ""
     joined_by: str = ""  # who used an earlier one: its certificate still opens the door
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where `expires` is no time."""
+        _moment(self.expires)
+
 
 class _CodeRow(msgspec.Struct, frozen=True):
     code: str
@@ -64,6 +68,18 @@ class _CodeRow(msgspec.Struct, frozen=True):
     is_relayed: bool = False
     n_wrong: int = 0
     is_used: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where `expires` is no time."""
+        _moment(self.expires)
+
+
+def _moment(text: str) -> datetime.datetime:
+    """Return a time with its zone. Raises ValueError."""
+    found = datetime.datetime.fromisoformat(text)
+    if found.tzinfo is None:
+        raise ValueError(f"{text!r} has no time zone")
+    return found
 
 
 def can_sign(directory: Path) -> bool:
@@ -126,7 +142,7 @@ def open_invitation(directory: Path, name: str, now: datetime.datetime) -> Coded
 
 
 def _coded(name: str, row: _CodeRow) -> CodedInvitation:
-    expires = datetime.datetime.fromisoformat(row.expires)
+    expires = _moment(row.expires)
     return CodedInvitation(read_code(row.code), name, row.token, expires, row.is_relayed, row.n_wrong, row.is_used)
 
 
@@ -166,7 +182,7 @@ class SigningAuthority:
         stage = identity_named(row.stage) if row is not None else None
         if row is None or stage is None:
             return None
-        expires = datetime.datetime.fromisoformat(row.expires)
+        expires = _moment(row.expires)
         return Invitation(stage, row.digest, expires, row.key_digest, row.used_by)
 
     def invite(self, name: str, host: str) -> CodedInvitation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import socket
 import ssl
 import threading
@@ -20,7 +21,7 @@ from relayline.coordinator.joining.enrol import Enrolment, serve_enrolment
 from relayline.coordinator.joining.invitations import Desk, Invitation, WrongTokenError, may_be_called
 from relayline.deploy.launch import invitations
 from relayline.deploy.launch.certificates import init_authority, issue, revoke
-from relayline.deploy.launch.invitations import SigningAuthority
+from relayline.deploy.launch.invitations import CODES_FILE, FILE, SigningAuthority, open_invitation
 from relayline.stage.joining import enrol as client
 from relayline.stage.joining.enrol import Joined, enrol, memberships, renewed
 from relayline.wire.common import bounds
@@ -76,6 +77,20 @@ def test_a_bad_token_is_refused_in_one_line(text: str, why: str):
 
 def an_invitation(**changes: Any) -> Invitation:
     return Invitation(OLD, **{"digest": digest_of(b"right"), "expires": NOW + HOUR} | changes)
+
+
+@pytest.mark.parametrize("expires", ["soon", "2026-01-01T00:00:00"])
+def test_a_time_that_is_none_in_the_files_of_invitations_is_one_line(tmp_path: Path, expires: str):
+    init_authority(tmp_path, "small", NOW)
+    invitations.invite(tmp_path, "old", "old.test", NOW)
+    for file, look in (
+        (FILE, lambda: SigningAuthority(tmp_path).invitation("old")),
+        (CODES_FILE, lambda: open_invitation(tmp_path, "old", NOW)),
+    ):
+        rows = json.loads((tmp_path / file).read_bytes())
+        (tmp_path / file).write_text(json.dumps({name: row | {"expires": expires} for name, row in rows.items()}))
+        with pytest.raises(UsageError, match=f"{file} cannot be read"):
+            look()
 
 
 def test_an_invitation_opens_once_for_one_key():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -274,13 +275,13 @@ def _records(directory: Path) -> list[_Record]:
     """Return the credentials that the CA has issued, oldest first. Raises UsageError for an unreadable line."""
     path = directory / ISSUED_FILE
     found = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+    for number, line in enumerate(_lines(path), 1):
         try:
-            serial, ends, uri = line.split()
-            identity = identity_named(uri)
-            if identity is None:
-                raise ValueError(uri)
-            found.append(_Record(int(serial, 16), datetime.datetime.fromisoformat(ends), identity))
+            serial, ends_text, uri = line.split()
+            identity, ends = identity_named(uri), datetime.datetime.fromisoformat(ends_text)
+            if identity is None or ends.tzinfo is None:
+                raise ValueError(line)
+            found.append(_Record(int(serial, 16), ends, identity))
         except ValueError as error:
             raise UsageError(f"{path}:{number}: not a line that `relayline certs issue` wrote") from error
     return found
@@ -312,8 +313,15 @@ def _crl_number(directory: Path) -> int:
 
 
 def _revoked_names(directory: Path) -> list[str]:
-    path = directory / REVOKED_FILE
-    return path.read_text().splitlines() if path.exists() else []
+    return _lines(directory / REVOKED_FILE)
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a record, none where there is no file. Raises UsageError."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is damaged: it is no text; restore it from a copy") from error
 
 
 def _add_names(directory: Path, names: Sequence[str]) -> None:
@@ -334,7 +342,7 @@ def _load_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurve
     cert = read_certificate(directory / CA_FILE)
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise UsageError(f"{path} is not a PEM private key") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
         raise UsageError(f"{path} does not belong to {directory / CA_FILE}")

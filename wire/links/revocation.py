@@ -122,6 +122,7 @@ class Revocations:
 def read_crl(pem: bytes, ca: Path | None, what: str) -> tuple[int, frozenset[int]]:
     """Return number and serials of a revocation list. Raises UsageError if it is not a list of the CA in file `ca`."""
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
 
     from relayline.wire.links.tls_material import read_certificate
 
@@ -134,7 +135,7 @@ def read_crl(pem: bytes, ca: Path | None, what: str) -> tuple[int, frozenset[int
         crl = x509.load_pem_x509_crl(pem)
         is_ours = crl.is_signature_valid(authority.public_key())  # type: ignore[arg-type]
         number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-    except (ValueError, TypeError, x509.ExtensionNotFound) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
         raise UsageError(f"{what} is not a revocation list of `relayline certs revoke`") from error
     if not is_ours:
         raise UsageError(f"{what} is not signed by the CA in {ca}")

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
@@ -129,20 +129,24 @@ def canonical_name(host: str) -> str:
 
 def names_of(cert: x509.Certificate) -> list[str]:
     """Return the DNS names and IP addresses of a certificate, without its role."""
-    try:
-        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
+    names = _alternative_names(cert)
+    if names is None:
         return []
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 
 
 def identity_of(cert: x509.Certificate) -> Identity | None:
     """Return the role, name and host that a certificate states, None where it states none."""
+    names = _alternative_names(cert)
+    return identity_among(names.get_values_for_type(x509.UniformResourceIdentifier)) if names is not None else None
+
+
+def _alternative_names(cert: x509.Certificate) -> x509.SubjectAlternativeName | None:
+    """Return the names in a certificate, None where it has none or they cannot be read."""
     try:
-        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
+        return cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return None
-    return identity_among(names.get_values_for_type(x509.UniformResourceIdentifier))
 
 
 def credential_of(pem: bytes) -> Credential:
@@ -188,10 +192,16 @@ def _read(path: Path, remedy: str = "`relayline certs issue` makes it") -> bytes
 
 
 def _certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
+    """Return the certificates of a file; the key and names of the first one can be read. Raises UsageError."""
     try:
-        return x509.load_pem_x509_certificates(pem)
+        found = x509.load_pem_x509_certificates(pem)
     except ValueError as error:
         raise UsageError(f"{path} is not a PEM certificate") from error
+    try:
+        found[0].public_key(), found[0].subject, found[0].issuer  # cryptography parses each when it is asked for
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(f"{path}: its certificate cannot be used ({error}); make another one") from error
+    return found
 
 
 def _private_key(pem: bytes, path: Path) -> PrivateKeyTypes:
@@ -199,7 +209,7 @@ def _private_key(pem: bytes, path: Path) -> PrivateKeyTypes:
         return serialization.load_pem_private_key(pem, password=None)
     except TypeError as error:
         raise UsageError(f"{path} is protected by a passphrase; a service needs it without one") from error
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise UsageError(f"{path} is not a PEM private key") from error
 
 
@@ -210,7 +220,7 @@ def _public_bytes(key: PublicKeyTypes) -> bytes:
 def _is_issued_by(cert: x509.Certificate, issuer: x509.Certificate) -> bool:
     try:
         cert.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
+import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from relayline.deploy.launch.certificates import CERT_DAYS_MAX, init_authority, issue, revoke
@@ -16,7 +20,7 @@ from relayline.wire.common.errors import ProtocolError, UsageError
 from relayline.wire.links.revocation import CRL_BYTES_MAX, Revocations
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security, read_token
-from relayline.wire.links.tls_material import credential_of, names_of, read_certificate
+from relayline.wire.links.tls_material import credential_of, identity_of, names_of, read_certificate
 from tests.support.identities import DAY, NOW
 
 
@@ -205,3 +209,43 @@ def test_show_fails_for_expired_or_mismatched_credentials(tmp_path: Path):
     assert shown.returncode == 1
     assert "problem: " in shown.stdout
     assert relayline("certs", "show", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("issued", lambda content: content + b"\x9b"),
+        ("issued", lambda content: content.replace(b"+00:00", b"")),
+        ("ca-key.pem", lambda content: with_curve_of_nobody(content)),
+        ("ca.pem", lambda content: with_curve_of_nobody(content)),
+        ("crl.pem", lambda content: b"-----BEGIN X509 CRL-----\nMAA=\n-----END X509 CRL-----\n"),
+    ],
+)
+def test_damaged_records_are_named_in_one_line(ca: Path, file: str, damage: Callable[[bytes], bytes]):
+    issue(ca, "box1", [], 100, ca / "a", NOW, role=Role.STAGE, stage="a")
+    path = ca / file
+    path.write_bytes(damage(path.read_bytes() if path.exists() else b""))
+    with pytest.raises(UsageError, match=re.escape(str(path))):
+        revoke(ca, lambda identity: identity.name == "a", NOW)
+
+
+def test_a_damaged_list_of_revoked_names_is_no_new_generation(ca: Path):
+    (ca / "revoked").write_bytes(b"stage a on \xddox1\n")
+    with pytest.raises(UsageError, match="revoked is damaged"):
+        issue(ca, "box1", [], 100, ca / "a", NOW, role=Role.STAGE, stage="a")
+
+
+def test_a_certificate_whose_names_cannot_be_read_states_no_role(ca: Path):
+    made = issue(ca, "box1", [], 100, ca / "a", NOW, role=Role.STAGE, stage="a")
+    der = read_certificate(made.directory / "cert.pem").public_bytes(Encoding.DER)
+    uri = der.index(b"relayline:") - 2  # its tag and its length
+    odd = x509.load_der_x509_certificate(der[:uri] + b"\x86\x7f" + der[uri + 2 :])
+    assert (identity_of(odd), names_of(odd)) == (None, [])
+
+
+def with_curve_of_nobody(pem: bytes) -> bytes:
+    """Return a PEM file with another curve in its key than P-256, one that has no name."""
+    begin, *body, end = pem.strip().splitlines()
+    curve = bytes.fromhex("06082a8648ce3d030107")
+    der = base64.b64decode(b"".join(body)).replace(curve, curve[:-1] + b"\x7d")
+    return b"\n".join((begin, base64.encodebytes(der).strip(), end, b""))

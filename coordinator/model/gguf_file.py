@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from relayline.wire.common.errors import ModelFileError
+from relayline.wire.common.texts import printable
 from relayline.wire.model_files.gguf_header import GgufFile, HeaderBudget, KeyValue, Tensor, Value, read_header
 
 SHARDS_MAX = 4_096
@@ -38,6 +39,11 @@ class GgufModel:
     def path(self) -> Path:
         """Return the path that names the model: its only file or its first shard."""
         return self.files[0].path
+
+    @property
+    def name(self) -> str:
+        """Return the model's name for people: printable text of one line, the file's name where it has none."""
+        return printable(self.text("general.name", self.path.stem))
 
     def value(self, key: str) -> Value | None:
         """Return a decoded metadata value, or None."""

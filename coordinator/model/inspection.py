@@ -178,7 +178,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         n_files=len(model.files),
         file_bytes=sum(file.size_bytes for file in model.files),
         architecture=header.architecture,
-        model_name=model.text("general.name", model.path.stem),
+        model_name=model.name,
         n_layers=header.n_layers,
         n_prediction_layers=header.n_blocks - header.n_layers,
         prediction=prediction_of(

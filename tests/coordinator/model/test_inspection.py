@@ -107,6 +107,12 @@ def test_markup_in_a_model_name_is_only_text(tmp_path: Path) -> None:
     assert "[/a] [red]" in CliRunner().invoke(inspect_command, [str(model)]).stdout
 
 
+def test_a_model_name_moves_no_cursor(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "m.gguf")
+    model.write_bytes(model.read_bytes().replace(b"tiny llama", b"t\x1b[2J\nllam"))
+    assert inspect_model(model).model_name == "t\\x1b[2J\\nllam"
+
+
 def test_incomplete_models(tmp_path: Path) -> None:
     for missing in (b"llama.block_count", b"llama.embedding_length", b"general.architecture", b"token_embd.weight"):
         model = make_tiny("llama", tmp_path / "m.gguf")

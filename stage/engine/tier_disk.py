@@ -64,7 +64,11 @@ class TierDisk:
         """Called with the key of each file that is gone unasked, or could not be written; in any thread, without a
         lock."""
         self.n_bytes = 0
-        self._take_up()
+        try:
+            self._take_up()
+        except BaseException:
+            os.close(self._lock_file)
+            raise
         self._writer = ThreadPoolExecutor(1, "tier-write")
         self._reader = ThreadPoolExecutor(1, "tier-read")
 

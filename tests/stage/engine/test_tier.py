@@ -376,3 +376,14 @@ def test_notes_on_states_under_way_are_told_too() -> None:
     tier.store(1, 10, state(1))
     assert tier.notes() == {1: b"one"}
     assert tier.notes((2,)) == {1: b"one", 2: b"two"}
+
+
+def test_a_directory_that_cannot_be_listed_is_free_again(tmp_path: Path) -> None:
+    first = disk(tmp_path)
+    first.close()
+    (bad,) = tmp_path.iterdir()
+    (bad / f"{1:016x}.state").mkdir()
+    with pytest.raises(IsADirectoryError):
+        disk(tmp_path)
+    (bad / f"{1:016x}.state").rmdir()
+    disk(tmp_path).close()

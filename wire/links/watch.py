@@ -124,6 +124,7 @@ class Watch:
     async def _talk(self) -> None:
         """Beat and listen, on one call after the other; returns once it shows that the peer does not know of this."""
         stream = self._channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
+        has_failed = False
         while True:
             call = stream(metadata=self._metadata)
             beating = asyncio.create_task(self._beat(call))
@@ -137,6 +138,10 @@ class Watch:
                 if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                     log.warning("%s refuses to be watched: %s", self._who, error.details())
                     return
+            except Exception:  # of `on_heard`, or a bug of ours: without this task nobody would miss the peer
+                if not has_failed:
+                    log.exception("the watch over %s is tried again", self._who)
+                has_failed = True
             finally:
                 rpc.end_call(call)
                 await end_task(beating)

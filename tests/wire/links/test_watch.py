@@ -192,6 +192,22 @@ async def test_a_peer_that_hangs_is_lost_and_named():
         await one.close()
 
 
+async def test_a_watch_that_fails_is_told_once_and_goes_on(caplog: pytest.LogCaptureFixture):
+    signs, faults = Signs(), [RuntimeError("no room"), RuntimeError("no room")]
+
+    def heard() -> None:
+        if faults:
+            raise faults.pop()
+        signs.heard()
+
+    async with peer(alive) as other:
+        one = Watch(other.address, (7, 3), lambda _: None, who="stage 1", on_heard=heard)
+        await signs.until_heard(1)
+        await one.close()
+    (record,) = [each for each in caplog.records if "tried again" in each.message]
+    assert (record.message, record.exc_info is not None) == ("the watch over stage 1 is tried again", True)
+
+
 @pytest.mark.usefixtures("forgiving")
 async def test_a_peer_that_beats_is_heard_and_never_lost():
     signs = Signs()

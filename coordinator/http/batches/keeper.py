@@ -178,11 +178,16 @@ class Keeper:
     async def _run(self) -> None:
         while True:
             self._changed.clear()
-            await self._forget_expired()
-            while (batch := self._next()) is not None:
-                work = self._working[batch.id] = _Work()
-                self._turns[batch.owner] = max(self._turns.values(), default=0) + 1
-                work.task = asyncio.create_task(self._attend(batch, work))
+            try:
+                await self._forget_expired()
+                while (batch := self._next()) is not None:
+                    work = self._working[batch.id] = _Work()
+                    self._turns[batch.owner] = max(self._turns.values(), default=0) + 1
+                    work.task = asyncio.create_task(self._attend(batch, work))
+            except Exception:
+                log.exception("batches that wait are looked at again")
+                await asyncio.sleep(SWEEP_S)
+                continue
             is_held = any(batch_id not in self._working for batch_id in list(self.store.unended))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S if is_held else SWEEP_S):

@@ -380,6 +380,23 @@ async def test_an_expired_file_that_cannot_be_deleted_stops_no_batch(
     assert f"{file.id} has expired and cannot be deleted" in caplog.text
 
 
+async def test_a_look_that_fails_is_told_and_followed_by_others(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults, look = [ZeroDivisionError("a bug of ours")], keepers.Keeper._forget_expired
+
+    async def fails_once(keeper: keepers.Keeper) -> None:
+        if faults:
+            raise faults.pop()
+        await look(keeper)
+
+    monkeypatch.setattr(keepers, "SWEEP_S", 0.05)
+    monkeypatch.setattr(keepers.Keeper, "_forget_expired", fails_once)
+    async with serving_batches(tokenizer, tmp_path) as (url, _), openai_client(url) as client:
+        assert (await ended(client, (await begun(client, request_lines("a"))).id)).status == "completed"
+    assert [each.message for each in caplog.records if each.exc_info] == ["batches that wait are looked at again"]
+
+
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 async def test_a_batch_that_waits_ends_without_a_place(tokenizer: Tokenizer, tmp_path: Path, how: str) -> None:
     generator = Held()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,10 +173,13 @@ async def _read(order: Order) -> Read:
 
 
 def _blocks(paths: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the results in these files, some lines at a time. Blocks: call it in a thread. Raises OSError."""
+    """Yield the results in these files, some lines at a time. Blocks: call it in a thread. Raises OSError.
+
+    All are opened before the first block: a batch that is deleted meanwhile cuts no download.
+    """
     gathered = bytearray()
-    for path in paths:
-        with path.open("rb") as file:
+    with contextlib.ExitStack() as opened:
+        for file in [opened.enter_context(path.open("rb")) for path in paths]:
             for line in file:
                 gathered += result_line(line)
                 if len(gathered) >= BLOCK_BYTES:

@@ -19,7 +19,7 @@ from relayline.coordinator.batches.store import BatchStore
 from relayline.coordinator.http.batches import keeper as keepers
 from relayline.coordinator.http.batches.bodies import MessageBatchBody
 from relayline.coordinator.http.batches.keeper import Keeper
-from relayline.coordinator.http.batches.message_handlers import MessageBatchHandlers
+from relayline.coordinator.http.batches.message_handlers import MessageBatchHandlers, _blocks
 from relayline.coordinator.http.batches.message_input import lines_of
 from relayline.coordinator.http.batches.shapes import message_page
 from relayline.coordinator.http.edge.limits import HttpLimits
@@ -395,3 +395,15 @@ async def test_a_client_that_stops_reading_results_is_cut_off(
             )
             assert isinstance(await asyncio.wait_for(cut, WAIT_S), ClientGoneError)
     assert "failed" not in caplog.text, "it is no failure of ours"
+
+
+async def test_a_batch_that_is_deleted_meanwhile_cuts_no_results(tmp_path: Path) -> None:
+    paths = [tmp_path / "answers", tmp_path / "errors"]
+    line = json.dumps({"custom_id": "a", "response": {"status_code": 200, "body": {"text": "x" * 1_000}}}) + "\n"
+    for path in paths:
+        path.write_text(line * 400)
+    blocks = _blocks(paths)
+    first = next(blocks)
+    for path in paths:
+        path.unlink()
+    assert b"".join((first, *blocks)).count(b"\n") == 800

@@ -48,7 +48,7 @@ class _Kept:
     """Done when it serves for the first time."""
     ends_all: bool
     """Whether the gateway ends where this one never serves."""
-    is_ending: bool = False
+    ending: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
 
@@ -220,7 +220,7 @@ class Keeper:
         return kept.first
 
     async def _end(self, kept: _Kept) -> None:
-        kept.is_ending = True
+        kept.ending.set()
         await kept.child.stop(STOP_TIMEOUT_S)
         if kept.task is not None:
             await asyncio.wait({kept.task})
@@ -252,15 +252,15 @@ class Keeper:
         """Start a pipeline, and again when it ends."""
         child, history = kept.child, RestartHistory(RestartPolicy())
         loop = asyncio.get_running_loop()
-        while not (self._stopping.is_set() or kept.is_ending):
+        while not (self._stopping.is_set() or kept.ending.is_set()):
             event = await self._started(kept)
-            if self._stopping.is_set() or kept.is_ending:
+            if self._stopping.is_set() or kept.ending.is_set():
                 return
             began_s = loop.time() if event is not None else 0.0
             if event is not None:
                 self._serves(kept, event)
             await child.exited.wait()
-            if self._stopping.is_set() or kept.is_ending:
+            if self._stopping.is_set() or kept.ending.is_set():
                 return
             cause = child.cause_of_death()
             ready_for_s = loop.time() - began_s if began_s else 0.0
@@ -275,13 +275,13 @@ class Keeper:
             log.warning("%s; starting it again in %.1f s", cause, delay_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
-                    await self._stopping.wait()
+                    await kept.ending.wait()
 
     async def _started(self, kept: _Kept) -> dict[str, Any] | None:
         """Start a pipeline's process once it may be awake; return its report when it serves, None if it has ended."""
         child = kept.child
         async with self._served.starting(kept.member):
-            if self._stopping.is_set() or kept.is_ending:
+            if self._stopping.is_set() or kept.ending.is_set():
                 return None
             await started(child)
             process = identify(child.pid)

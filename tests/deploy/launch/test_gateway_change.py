@@ -18,7 +18,7 @@ from relayline.deploy.cli.top_gateway import figures_of, gateway_frame
 from relayline.deploy.cli.unequal import gateway_lines
 from relayline.deploy.launch.board import unlike_manifest
 from relayline.deploy.launch.gateway.change import GatewayDifference, difference, join_ports, restarting
-from relayline.deploy.launch.gateway.keeper import Keeper
+from relayline.deploy.launch.gateway.keeper import Keeper, _Kept
 from relayline.deploy.launch.gateway.plan import Started, plan_members
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
@@ -168,6 +168,28 @@ async def test_reports_that_nobody_reads_end_a_start_but_no_gateway_that_serves(
     assert first.done()
     kept.ends_all = True
     Keeper._serves(keeper, kept, {"url": "http://h:2"})
+
+
+async def test_a_pipeline_that_waits_to_start_again_is_removed_at_once() -> None:
+    """Its process has died, and would be started again in half a second or more."""
+    keeper: Any = Keeper.__new__(Keeper)
+    keeper.board, keeper._stopping = mock.MagicMock(), asyncio.Event()
+    waits = asyncio.Event()
+    keeper.board.set_process = lambda *_, **changes: waits.set() if changes["state"] is HostState.RESTARTING else None
+    child = mock.MagicMock(exited=asyncio.Event(), exit_code=1, stop=mock.AsyncMock())
+    child.exited.set()
+    child.cause_of_death.return_value = "one exited with code 1"
+    first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    first.set_result({})
+    kept = _Kept("one", child, first, ends_all=False)
+    keeper._started = mock.AsyncMock(return_value=None)
+    with mock.patch("relayline.deploy.launch.gateway.keeper.RestartHistory.died", return_value=3_600.0):
+        kept.task = asyncio.create_task(keeper._guarded(kept))
+        async with asyncio.timeout(20):
+            await waits.wait()
+            await keeper._end(kept)
+    assert kept.task.done()
+    assert keeper._started.await_count == 1
 
 
 def test_names_states_and_counts_are_whole_at_40_columns() -> None:

@@ -22,6 +22,7 @@ log = logging.getLogger("relayline.http")
 VERSION = 1  # of the files; those of another one are left out
 FILE_BYTES_MAX = STORED_RESPONSES_BYTES_MAX + (1 << 20)  # of one, with what surrounds its contents
 LONG_BYTES = 256 * 1024  # copied in some 0.1 ms
+ENTRIES_AT_ONCE = 64  # of a list
 _ID = re.compile(r"(resp|conv)_[0-9a-f]{48}")
 _PARTIAL = re.compile(r"\.(resp|conv)_[0-9a-f]{48}\.[0-9a-f]{8}")
 
@@ -88,7 +89,7 @@ def read(path: Path, kind: type[T]) -> T:
 
 
 def in_pieces(found: object) -> Iterator[bytes]:
-    """Yield something as msgpack, long byte strings as they are.
+    """Yield something as msgpack: long byte strings as they are, long lists some entries at a time.
 
     A copy of all of it holds the interpreter, and so every token, for as long as it takes: 0.1 s for images of 20 MB.
     """
@@ -105,8 +106,13 @@ def in_pieces(found: object) -> Iterator[bytes]:
     else:
         assert isinstance(found, list | tuple)
         yield b"\xdd" + len(found).to_bytes(4)
-        for each in found:
-            yield from in_pieces(each)
+        for begin in range(0, len(found), ENTRIES_AT_ONCE):
+            some = found[begin : begin + ENTRIES_AT_ONCE]
+            if any(map(_has_long, some)):
+                for each in some:
+                    yield from in_pieces(each)
+            else:
+                yield msgspec.msgpack.encode(some)[1 if len(some) < 16 else 3 :]  # without the head of a list
 
 
 def _has_long(found: object) -> bool:
@@ -114,7 +120,7 @@ def _has_long(found: object) -> bool:
         return len(found) >= LONG_BYTES
     if isinstance(found, msgspec.Struct):
         return any(_has_long(getattr(found, name)) for name in found.__struct_fields__)
-    return isinstance(found, list | tuple) and any(_has_long(each) for each in found)
+    return isinstance(found, list | tuple) and (len(found) > ENTRIES_AT_ONCE or any(map(_has_long, found)))
 
 
 def write(path: Path, pieces: Iterable[bytes]) -> None:

@@ -284,6 +284,14 @@ def test_what_is_long_is_written_as_it_is() -> None:
     assert max(len(piece) for piece in pieces if piece is not long) < 200
 
 
+def test_a_long_list_is_written_some_entries_at_a_time() -> None:
+    for n_entries in (1, 15, 16, 64, 65, 79, 80, 128, 1_000):
+        entries = [("a", b"x" * 1_000)] * n_entries
+        pieces = [*kept_files.in_pieces(entries)]
+        assert msgspec.msgpack.decode(b"".join(pieces), type=list[tuple[str, bytes]]) == entries, n_entries
+        assert max(map(len, pieces)) < 1_010 * kept_files.ENTRIES_AT_ONCE
+
+
 def test_a_record_that_says_it_is_longer_than_the_file_is_cut_off(tmp_path: Path) -> None:
     orders, path = OrderFiles(tmp_path), tmp_path / f"{id_of(1)}.tokens"
     orders.add(id_of(1), [TokenEvent(1, None, ())])

@@ -11,15 +11,16 @@ overhead.
 
 *Bounded,* before that. The upper bound is a flight's time beyond its own predicted steps. The lower bound also
 subtracts the work of the flights ahead of it, since overhead hides behind that work. Without a queue both bounds are
-equal. The estimate only moves when it leaves the bounds. These, too, are of flights with about as many streams. The
-weakness of bounds: after a bad minute on a link a large estimate
-would last as long as the load does, because it makes the plan send many small flights, which hide the true value.
+equal. The estimate only moves when it leaves the bounds. These, too, are of flights with about as many streams. Once
+windows of other numbers of streams are known, only the upper bound counts. The weakness of bounds: after a bad minute
+on a link a large estimate would last as long as the load does, because it makes the plan send many small flights, which
+hide the true value.
 
 A part of the overhead grows with the streams that run: each of their tokens is sampled, sent and written to its client,
 and flights wait for each other's tokens. A plan for 8 streams that took the overhead of 64 would send two small flights
 where one of all streams is faster. So an estimate names the streams that ran, and what one more adds. That is learned
-from two numbers of streams, each with figures of its own, so no figure of many is taken for that of one. Until two
-are known, most of the overhead is taken for that of the streams (STREAM_PART), but at most STREAM_MAX_NS for each.
+from two numbers of streams, each with figures of its own, so no figure of many is taken for that of one. Until two are
+known, most of the overhead is taken for that of the streams (STREAM_PART), but at most STREAM_MAX_NS for each.
 """
 
 from __future__ import annotations
@@ -156,6 +157,8 @@ class Overhead:
         moved = ((known.stream_ns * (streams - each), least, most) for each, least, most in near)
         bounds = [(more_ns + least_ns, more_ns + most_ns) for more_ns, least_ns, most_ns in moved]
         least_ns, most_ns = (max(0.0, sorted(each)[len(each) // 4]) for each in zip(*bounds, strict=True))
+        if len(self._windows) >= WINDOWS_MIN:
+            least_ns = 0.0  # a busy host's steps take longer than predicted, which would pass for overhead
         if least_ns <= known.of(streams) <= most_ns:
             return known  # nothing is learned of this number
         return self._learned(min(max(known.of(streams), least_ns), most_ns), streams)

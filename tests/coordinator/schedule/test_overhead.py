@@ -165,6 +165,18 @@ def test_a_stream_that_runs_alone_after_many_bounds_its_overhead_at_once() -> No
     assert known.of(1) == pytest.approx(1.0 * MS)
 
 
+def test_steps_of_a_busy_host_are_no_overhead_of_another_number_of_streams() -> None:
+    """They take longer than predicted; only windows tell such time from overhead."""
+    overhead, before = Overhead(), (Held(0, 0),)
+    overhead.stages_held(before)
+    landed(overhead, 32, 2.0, before)
+    known = overhead.revised(RoundTrip())
+    for _ in range(2 * ROUND_TRIPS_MIN):
+        overhead.landed(8, (2 * STEP_MS) * MS, 8)
+        overhead.bounded(8, (2 * STEP_MS) * MS, STEP_MS * MS, 0.0)
+        assert overhead.revised(known) is known
+
+
 def test_a_load_that_comes_and_goes_leaves_the_estimate_steady() -> None:
     overhead, before, known, n_changes = Overhead(), (Held(0, 0),), RoundTrip(), 0
     overhead.stages_held(before)

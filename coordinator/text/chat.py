@@ -247,7 +247,7 @@ def read_template(path: Path) -> str:
         raise UsageError(f"chat template {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"chat template {path}: not UTF-8 at byte {error.start}") from error
-    except (jinja2.TemplateError, RecursionError) as error:
+    except (jinja2.TemplateError, RecursionError, ValueError) as error:  # the last of a number that is too long
         raise UsageError(f"chat template {path}: does not compile ({error})") from error
     return source
 

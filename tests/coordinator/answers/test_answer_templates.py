@@ -240,7 +240,12 @@ def test_a_template_in_a_file_stands_before_the_model_s_own(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "No such file"), (b"\xff", "not UTF-8 at byte 0"), (b"{% if", "does not compile")],
+    [
+        (None, "No such file"),
+        (b"\xff", "not UTF-8 at byte 0"),
+        (b"{% if", "does not compile"),
+        (b"{{ " + b"9" * 5_000 + b" }}", "does not compile"),
+    ],
 )
 def test_a_template_that_cannot_be_used_is_refused_in_one_line(
     content: bytes | None, says: str, tmp_path: Path

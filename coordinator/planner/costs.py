@@ -259,10 +259,3 @@ def coordinator_ns(flights: Flights) -> int:
 def crowd_ns(spent_ns: float, cores: int) -> int:
     """Return how long a machine's cores work, given thread-nanoseconds."""
     return math.ceil(spent_ns / cores)
-
-
-def best_rate(costs: Costs, edges: Sequence[tuple[int, int]], n_streams: int) -> float:
-    """Return the tokens per nanosecond that a split reaches with the best grouping."""
-    instance = costs.instance
-    keys = candidates(n_streams, len(instance.hosts), instance.load.max_rows)
-    return max(Cycle(costs, n_streams, key).of_split(edges) for key in keys)

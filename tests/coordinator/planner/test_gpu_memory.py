@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from relayline.coordinator.model.cuts import ranges
-from relayline.coordinator.planner.costs import Costs, best_rate
+from relayline.coordinator.planner.costs import Costs
 from relayline.coordinator.planner.instance import Gpu, Host, Instance, Load, Machine, ModelShape, Offload
 from relayline.coordinator.planner.memory import GPU_RESERVE_BYTES_MIN, gpu_usable_bytes, stage_memory
 from relayline.coordinator.planner.predict import predict
@@ -16,6 +16,7 @@ from relayline.coordinator.planner.search import Room, best_split, most_reaching
 from relayline.coordinator.planner.speed import roofline
 from relayline.coordinator.planner.whatif import explain
 from relayline.wire.common.units import GIB, MIB
+from tests.support.best_groupings import best_rate
 
 N_LAYERS = 8
 MODEL = ModelShape(

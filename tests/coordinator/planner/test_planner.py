@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayline.coordinator.model.cuts import ranges
-from relayline.coordinator.planner.costs import Costs, Cycle, Edges, best_rate, candidates
+from relayline.coordinator.planner.costs import Costs, Cycle, Edges, candidates
 from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape
 from relayline.coordinator.planner.memory import machine_usable_bytes, stage_memory, usable_bytes
 from relayline.coordinator.planner.predict import predict
@@ -22,6 +22,7 @@ from relayline.coordinator.planner.whatif import explain, one_more, other_last
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.wire.common.units import GIB
+from tests.support.best_groupings import best_rate
 from tests.support.examples import thinned
 
 MB = 1_000_000

@@ -28,7 +28,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, RateLimitError
 from tests.support.http_support import MODEL, WAIT_S, FakeStream, tokens
-from tests.support.kept_responses import Speaker, serving_kept
+from tests.support.kept_responses import Speaker, left_by_a_kill, serving_kept
 from tests.support.openai_client import leave, openai_client
 from tests.support.polling import pause
 
@@ -78,11 +78,11 @@ async def killed(
             response_id = begun.id
         async with asyncio.timeout(WAIT_S):
             await first.gate.reached.wait()
-            shutil.copytree(directory.with_suffix(".first"), directory)
+            left_by_a_kill(directory.with_suffix(".first"), directory)
             while len(OrderFiles(directory / "unfinished").said(response_id)) < n_free:  # the rest is being written
                 shutil.rmtree(directory)
                 await pause()
-                shutil.copytree(directory.with_suffix(".first"), directory)
+                left_by_a_kill(directory.with_suffix(".first"), directory)
         yield response_id, seen
 
 
@@ -185,7 +185,7 @@ async def test_a_cancelled_one_stays_cancelled(tokenizer: Tokenizer, tmp_path: P
             await first.gate.reached.wait()
         assert (await client.responses.cancel(begun.id)).status == "cancelled"
         await client.responses.delete(deleted.id)
-        shutil.copytree(tmp_path / "kept", tmp_path / "then")  # what a kill at this moment leaves
+        left_by_a_kill(tmp_path / "kept", tmp_path / "then")
     async with serving_kept(tokenizer, tmp_path / "then", second) as url, openai_client(url) as client:
         found = await client.responses.retrieve(begun.id)
         assert (found.status, found.output_text) == ("cancelled", "he")
@@ -229,7 +229,7 @@ async def test_it_stays_its_key_s_and_ends_with_it(tokenizer: Tokenizer, tmp_pat
     keys.write_text(KEYS)
     keys.chmod(0o600)
     async with killed(tokenizer, tmp_path / "kept", keys=keys) as (id, _):
-        shutil.copytree(tmp_path / "kept", tmp_path / "later")
+        left_by_a_kill(tmp_path / "kept", tmp_path / "later")
     second = Speaker()
     async with (
         serving_kept(tokenizer, tmp_path / "kept", second, keys=keys) as url,
@@ -335,7 +335,7 @@ async def test_a_full_line_is_waited_for_and_another_model_is_not(
 ) -> None:
     monkeypatch.setattr(resuming, "LOOK_S", 0.01)
     async with killed(tokenizer, tmp_path / "kept") as (id, _):
-        shutil.copytree(tmp_path / "kept", tmp_path / "other")
+        left_by_a_kill(tmp_path / "kept", tmp_path / "other")
     second = Speaker()
     second.refusals = [OverloadedError("all lanes are taken", retry_after_s=3)]
     async with serving_kept(tokenizer, tmp_path / "kept", second) as url, openai_client(url) as client:
@@ -363,7 +363,7 @@ async def test_one_that_ends_the_coordinator_is_not_tried_for_ever(tokenizer: To
             if found.status == "failed":
                 break
             n_starts += 1
-            shutil.copytree(kept, at)  # what a kill at this moment leaves
+            left_by_a_kill(kept, at)
         kept = at
     assert n_starts == resuming.STARTS_MAX
     assert found.error.message.startswith(f"the coordinator has ended {resuming.STARTS_MAX} times while it ran")

@@ -22,7 +22,7 @@ from relayline.coordinator.http.responses.orders import OrderFiles
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, says
-from tests.support.kept_responses import Speaker, serving_kept
+from tests.support.kept_responses import Speaker, left_by_a_kill, serving_kept
 from tests.support.openai_client import openai_client
 from tests.support.polling import pause
 
@@ -124,7 +124,7 @@ async def test_a_client_sees_the_end_of_an_answer_once_it_is_on_the_disk(
         finally:
             may_write.set()
         await asking
-        shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("killed"))
+        left_by_a_kill(tmp_path, tmp_path / "killed", "killed")
     async with serving_kept(tokenizer, tmp_path / "killed") as url, openai_client(url) as client:
         assert await texts_in(client, begun.id) == ["one", "hello"]
 
@@ -315,7 +315,7 @@ async def test_a_kill_between_an_answer_and_its_response_adds_nothing_twice(
             await first.gate.reached.wait()
             while len(OrderFiles(kept / UNFINISHED).said(response.id)) < 2:
                 await pause()
-        shutil.copytree(kept, killed)
+        left_by_a_kill(kept, killed)
         first.gate.opened.set()
         await ended(client, response.id)
         listed = (await client.conversations.items.list(begun.id)).data

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,8 +15,8 @@ from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import EOS, N_VOCAB, write_tokenizer
 from relayline.wire.common.errors import InternalError, NotReadyError, OverloadedError, StageLostError
-from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Script, Served, Step, says, serving, tokens
-from tests.support.openai_client import openai_client
+from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Script, Step, says, tokens
+from tests.support.openai_client import client_of
 
 USER = {"role": "user", "content": "hi"}
 
@@ -26,17 +25,6 @@ USER = {"role": "user", "content": "hi"}
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
     return Tokenizer.load(write_tokenizer(path))
-
-
-@contextlib.asynccontextmanager
-async def client_of(
-    tokenizer: Tokenizer, generator: FakeGenerator | None = None, **options: object
-) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
-    async with (
-        serving(tokenizer, generator, **options) as served,
-        openai_client(served.url) as client,
-    ):
-        yield client, served
 
 
 async def test_models(tokenizer: Tokenizer) -> None:

@@ -228,52 +228,48 @@ async def test_bytes_before_an_error_arrive() -> None:
         await anext(chunks)
 
 
-async def test_a_slow_stage_holds_few_chunks_and_one_that_leaves_ends_the_reader() -> None:
-    n_read, ended = 0, threading.Event()
+class EndlessReader:
+    """Reads chunks of zeros until it is stopped."""
 
-    def reader(stopped: threading.Event) -> Iterator[bytes]:
-        nonlocal n_read
+    def __init__(self) -> None:
+        self.n_read, self.ended = 0, threading.Event()
+
+    def __call__(self, stopped: threading.Event) -> Iterator[bytes]:
         try:
             while not stopped.is_set():
-                n_read += 1
+                self.n_read += 1
                 yield bytes(CHUNK_BYTES)
         finally:
-            ended.set()
+            self.ended.set()
 
+
+async def test_a_slow_stage_holds_few_chunks_and_one_that_leaves_ends_the_reader() -> None:
+    reader = EndlessReader()
     chunks = read_unread(reader, 0, 1_000 * CHUNK_BYTES)
     for _ in range(3):
         await anext(chunks)
-    while n_read < 3 + CHUNKS_AHEAD:  # noqa: ASYNC110 - the reader's thread tells nobody
+    while reader.n_read < 3 + CHUNKS_AHEAD:  # noqa: ASYNC110 - the reader's thread tells nobody
         await asyncio.sleep(0)
     for _ in range(100):
         await asyncio.sleep(0)
-    assert n_read <= 3 + CHUNKS_AHEAD + 2
+    assert reader.n_read <= 3 + CHUNKS_AHEAD + 2
     await chunks.aclose()
-    assert await asyncio.to_thread(ended.wait, WAIT_S)
+    assert await asyncio.to_thread(reader.ended.wait, WAIT_S)
 
 
 def test_a_coordinator_that_ends_says_nothing_of_readers_that_wait_for_room(caplog: pytest.LogCaptureFixture) -> None:
-    n_read, ended = 0, threading.Event()
-
-    def reader(stopped: threading.Event) -> Iterator[bytes]:
-        nonlocal n_read
-        try:
-            while not stopped.is_set():
-                n_read += 1
-                yield bytes(CHUNK_BYTES)
-        finally:
-            ended.set()
+    reader = EndlessReader()
 
     async def main() -> None:
         await anext(chunks)
-        while n_read < 1 + CHUNKS_AHEAD + 1:  # noqa: ASYNC110 - the reader's thread tells nobody
+        while reader.n_read < 1 + CHUNKS_AHEAD + 1:  # noqa: ASYNC110 - the reader's thread tells nobody
             await asyncio.sleep(0)
         while len(asyncio.all_tasks()) < 2:  # noqa: ASYNC110 - its put has not begun
             await asyncio.sleep(0)
 
     chunks = read_unread(reader, 0, 1_000 * CHUNK_BYTES)
     asyncio.run(main())  # which cancels what runs at its end
-    assert ended.wait(WAIT_S)
+    assert reader.ended.wait(WAIT_S)
     assert [record.message for record in caplog.records if record.name.startswith("relayline")] == []
 
 

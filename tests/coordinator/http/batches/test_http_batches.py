@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
 from relayline.wire.telemetry import names
-from tests.support.batch_world import Held, begun, ended, lines_of, request_lines, running, serving_batches
+from tests.support.batch_world import Held, begun, ended, lines_of, request_lines, running, serving_batches, unread
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, serving
 from tests.support.openai_client import openai_client
 from tests.support.polling import pause
@@ -383,28 +382,21 @@ def test_a_torn_upload_goes_and_a_directory_has_one_owner(tmp_path: Path) -> Non
 async def test_a_client_that_stops_reading_a_file_is_cut_off(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, send = asyncio.get_running_loop(), BatchHandlers._send
-    ended: asyncio.Future[BaseException] = loop.create_future()
+    send, cut = BatchHandlers._send, asyncio.get_running_loop().create_future()
 
     async def sent(self: BatchHandlers, *given: Any) -> None:
         try:
             await send(self, *given)
         except BaseException as error:
-            ended.set_result(error)
+            cut.set_result(error)
             raise
 
     monkeypatch.setattr(BatchHandlers, "_send", sent)
-    with socket.socket() as reader:
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.setblocking(False)
-        async with (
-            serving_batches(tokenizer, tmp_path, limits=HttpLimits(write_timeout_s=0.2)) as (url, _),
-            openai_client(url) as client,
-        ):
-            file = await client.files.create(file=("in", b"x" * 20_000_000), purpose="batch")
-            host, port = url.removeprefix("http://").split(":")
-            await loop.sock_connect(reader, (host, int(port)))
-            head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n"
-            await loop.sock_sendall(reader, head.encode())
-            assert isinstance(await asyncio.wait_for(ended, WAIT_S), ClientGoneError)
+    async with (
+        serving_batches(tokenizer, tmp_path, limits=HttpLimits(write_timeout_s=0.2)) as (url, _),
+        openai_client(url) as client,
+    ):
+        file = await client.files.create(file=("in", b"x" * 20_000_000), purpose="batch")
+        async with unread(url, f"/v1/files/{file.id}/content"):
+            assert isinstance(await asyncio.wait_for(cut, WAIT_S), ClientGoneError)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING], "it is no failure of ours"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError
-from tests.support.batch_world import Held, begun, ended, request_lines, serving_batches
+from tests.support.batch_world import Held, begun, ended, request_lines, serving_batches, unread
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, serving
 from tests.support.openai_client import openai_client
 from tests.support.polling import pause
@@ -369,8 +368,7 @@ async def test_without_a_directory_there_are_no_message_batches(tokenizer: Token
 async def test_a_client_that_stops_reading_results_is_cut_off(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, results = asyncio.get_running_loop(), MessageBatchHandlers.results
-    cut: asyncio.Future[BaseException] = loop.create_future()
+    results, cut = MessageBatchHandlers.results, asyncio.get_running_loop().create_future()
 
     async def watched(self: MessageBatchHandlers, request: web.Request) -> web.StreamResponse:
         try:
@@ -380,20 +378,13 @@ async def test_a_client_that_stops_reading_results_is_cut_off(
             raise
 
     monkeypatch.setattr(MessageBatchHandlers, "results", watched)
-    with socket.socket() as reader:
-        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        reader.setblocking(False)
-        async with serving_client(tokenizer, tmp_path, limits=HttpLimits(write_timeout_s=0.2)) as client:
-            batch = await client.ended((await client.begin(requests("a")))["id"])
-            assert client.keeper is not None
-            store = client.keeper.store
-            path = store.path_of(store.batches[batch["id"]].output_id)
-            path.write_bytes(path.read_bytes() * 40_000)
-            host, port = client.url.removeprefix("http://").split(":")
-            await loop.sock_connect(reader, (host, int(port)))
-            await loop.sock_sendall(
-                reader, f"GET {batch['results_url']} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
-            )
+    async with serving_client(tokenizer, tmp_path, limits=HttpLimits(write_timeout_s=0.2)) as client:
+        batch = await client.ended((await client.begin(requests("a")))["id"])
+        assert client.keeper is not None
+        store = client.keeper.store
+        path = store.path_of(store.batches[batch["id"]].output_id)
+        path.write_bytes(path.read_bytes() * 40_000)
+        async with unread(client.url, batch["results_url"]):
             assert isinstance(await asyncio.wait_for(cut, WAIT_S), ClientGoneError)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING], "it is no failure of ours"
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +18,8 @@ from relayline.coordinator.http.responses.store import ResponseStore
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, StageLostError
-from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
-from tests.support.openai_client import leave, openai_client
+from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, says, tokens
+from tests.support.openai_client import client_of, leave
 from tests.support.polling import pause
 
 
@@ -29,12 +27,6 @@ from tests.support.polling import pause
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
     return Tokenizer.load(write_tokenizer(path))
-
-
-@contextlib.asynccontextmanager
-async def client_of(tokenizer: Tokenizer, generator: FakeGenerator) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
-    async with serving(tokenizer, generator) as served, openai_client(served.url) as client:
-        yield client, served
 
 
 async def ended(client: openai.AsyncOpenAI, id: str) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from relayline.wire.common.errors import OverloadedError, StageLostError
 from tests.support.batch_world import begun as begin_batch
 from tests.support.batch_world import ended as batch_ended
 from tests.support.batch_world import lines_of, request_lines, serving_batches
-from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, Step, says, serving, tokens
+from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Step, says, serving, tokens
 from tests.support.kept_responses import serving_kept
-from tests.support.openai_client import leave, openai_client
+from tests.support.openai_client import client_of, leave, openai_client, prompt_of
 from tests.support.polling import pause
 
 CALLS = (
@@ -38,21 +38,6 @@ CALL = b'<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
     return Tokenizer.load(write_tokenizer(path))
-
-
-@contextlib.asynccontextmanager
-async def client_of(
-    tokenizer: Tokenizer, generator: FakeGenerator, template: str = CHATML, **limits: object
-) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
-    async with (
-        serving(tokenizer, generator, template=template, **limits) as served,
-        openai_client(served.url) as client,
-    ):
-        yield client, served
-
-
-def prompt_of(tokenizer: Tokenizer, served: Served, at: int = -1) -> str:
-    return tokenizer.decode(served.generator.requests[at].prompt_tokens)
 
 
 def said(text: str, role: str = "user") -> Any:

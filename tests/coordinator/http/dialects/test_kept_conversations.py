@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,46 @@ async def test_a_key_finds_its_own_after_a_restart(tokenizer: Tokenizer, tmp_pat
             assert await alice.conversations.retrieve(begun.id) == begun
 
 
+class HeldDisk:
+    """Holds conversations that are being written, until it may go on. `is_written`: with their files in place."""
+
+    def __init__(self, *, is_written: bool = False) -> None:
+        self._is_written, self._put = is_written, ConversationFiles.put
+        self._may_go_on, self._holds = threading.Event(), threading.Event()
+
+    @property
+    def put(self) -> Callable[[ConversationFiles, Conversation], None]:
+        """What takes the place of the method."""
+
+        def held(files: ConversationFiles, conversation: Conversation) -> None:
+            if self._is_written:
+                self._put(files, conversation)
+            self._holds.set()
+            assert self._may_go_on.wait(WAIT_S)
+            if not self._is_written:
+                self._put(files, conversation)
+
+        return held
+
+    async def held(self) -> None:
+        """Wait until one is held."""
+        async with asyncio.timeout(WAIT_S):
+            while not self._holds.is_set():
+                await pause()
+
+    def go_on(self) -> None:
+        """Hold no more."""
+        self._may_go_on.set()
+
+
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"background": True, "stream": True}])
 async def test_a_client_sees_the_end_of_an_answer_once_it_is_on_the_disk(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    may_write, writing, put = threading.Event(), threading.Event(), ConversationFiles.put
-
-    def held(files: ConversationFiles, conversation: Conversation) -> None:
-        writing.set()
-        assert may_write.wait(WAIT_S)
-        put(files, conversation)
-
+    disk = HeldDisk()
     async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
         begun = await client.conversations.create()
-        monkeypatch.setattr(ConversationFiles, "put", held)
+        monkeypatch.setattr(ConversationFiles, "put", disk.put)
 
         async def ask() -> None:
             reply = await client.responses.create(model=MODEL, input="one", conversation=begun.id, **more)
@@ -115,14 +142,12 @@ async def test_a_client_sees_the_end_of_an_answer_once_it_is_on_the_disk(
 
         asking = asyncio.create_task(ask())
         try:
-            async with asyncio.timeout(WAIT_S):
-                while not writing.is_set():
-                    await pause()
+            await disk.held()
             for _ in range(LOOKS):
                 await pause()
             assert not asking.done()
         finally:
-            may_write.set()
+            disk.go_on()
         await asking
         left_by_a_kill(tmp_path, tmp_path / "killed", "killed")
     async with serving_kept(tokenizer, tmp_path / "killed") as url, openai_client(url) as client:
@@ -133,26 +158,18 @@ async def test_one_whose_answer_is_being_written_cannot_be_cancelled_any_more(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its items would be in the conversation, and it would say that it was cancelled."""
-    may_write, writing, put = threading.Event(), threading.Event(), ConversationFiles.put
-
-    def held(files: ConversationFiles, conversation: Conversation) -> None:
-        writing.set()
-        assert may_write.wait(WAIT_S)
-        put(files, conversation)
-
+    disk = HeldDisk()
     async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
         begun = await client.conversations.create()
-        monkeypatch.setattr(ConversationFiles, "put", held)
+        monkeypatch.setattr(ConversationFiles, "put", disk.put)
         response = await client.responses.create(model=MODEL, input="one", conversation=begun.id, background=True)
         try:
-            async with asyncio.timeout(WAIT_S):
-                while not writing.is_set():
-                    await pause()
+            await disk.held()
             cancelling = asyncio.create_task(client.responses.cancel(response.id))
             for _ in range(LOOKS):
                 await pause()
         finally:
-            may_write.set()
+            disk.go_on()
         assert (await cancelling).status == "completed"
         assert await texts_in(client, begun.id) == ["one", "hello"]
 
@@ -161,26 +178,18 @@ async def test_the_next_response_waits_until_the_one_before_is_written(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kill the one before would be asked for again, with the turn, and the next one would add nothing."""
-    may_write, writing, put = threading.Event(), threading.Event(), ConversationFiles.put
-
-    def held(files: ConversationFiles, conversation: Conversation) -> None:
-        put(files, conversation)
-        writing.set()
-        assert may_write.wait(WAIT_S)
-
+    disk = HeldDisk(is_written=True)
     async with serving_kept(tokenizer, tmp_path) as url, openai_client(url) as client:
         begun = await client.conversations.create()
-        monkeypatch.setattr(ConversationFiles, "put", held)
+        monkeypatch.setattr(ConversationFiles, "put", disk.put)
         asked: dict[str, Any] = {"model": MODEL, "conversation": begun.id, "background": True}
         response = await client.responses.create(input="one", **asked)
         try:
-            async with asyncio.timeout(WAIT_S):
-                while not writing.is_set():
-                    await pause()
+            await disk.held()
             with pytest.raises(openai.BadRequestError, match="another response goes on with it"):
                 await client.responses.create(input="two", **asked)
         finally:
-            may_write.set()
+            disk.go_on()
         await ended(client, response.id)
         second = await client.responses.create(input="two", **asked)
         await ended(client, second.id)

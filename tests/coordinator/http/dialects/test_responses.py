@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from relayline.coordinator.http.responses.store import ITEM_BYTES, ResponseStore
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
-from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
-from tests.support.openai_client import leave, openai_client
+from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, says, serving, tokens
+from tests.support.openai_client import client_of, leave, prompt_of
 from tests.support.polling import pause
 
 # A template that has thoughts, and calls as Hermes writes them.
@@ -46,21 +45,6 @@ CALL = b'<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n<
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
     return Tokenizer.load(write_tokenizer(path))
-
-
-@contextlib.asynccontextmanager
-async def client_of(
-    tokenizer: Tokenizer, generator: FakeGenerator, template: str = CHATML, **limits: object
-) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
-    async with (
-        serving(tokenizer, generator, template=template, **limits) as served,
-        openai_client(served.url) as client,
-    ):
-        yield client, served
-
-
-def prompt_of(tokenizer: Tokenizer, served: Served, at: int = -1) -> str:
-    return tokenizer.decode(served.generator.requests[at].prompt_tokens)
 
 
 async def test_a_whole_response_has_the_requested_parts(tokenizer: Tokenizer) -> None:

@@ -253,11 +253,15 @@ _Described = tuple[str, tuple[int, ...], int, int]  # name, dims, type and offse
 def _placed(
     path: Path, described: list[_Described], data_start: int, alignment: int, size_bytes: int, file_index: int
 ) -> tuple[Tensor, ...]:
-    tensors = []
+    tensors: list[Tensor] = []
+    expected = 0
     for name, dims, type_id, relative in described:
         tensor_bytes = _tensor_bytes(path, name, dims, type_id)
-        if relative % alignment:
-            raise ModelFileError(f"{path}: tensor {printable(name)} is not aligned")
+        # llama.cpp refuses what does not follow at once. A slice, laid out anew, would hide that from it.
+        if relative != expected:
+            what = "does not begin where the one before it ends" if tensors else "is not at the start of the data"
+            raise ModelFileError(f"{path}: damaged: tensor {printable(name)} {what}; download or convert it again")
+        expected += tensor_bytes + -tensor_bytes % alignment
         if data_start + relative + tensor_bytes > size_bytes:
             raise ModelFileError(
                 f"{path}: truncated: tensor {printable(name)} ends at byte {data_start + relative + tensor_bytes},"

@@ -154,6 +154,18 @@ def test_truncated_tensors(lost: int, tmp_path: Path) -> None:
         open_model(path)
 
 
+@pytest.mark.parametrize(("name", "offset"), [("t.two", 0), ("t.two", 64), ("t.one", 32)])
+def test_a_tensor_whose_place_is_another_ones_or_a_gap_is_refused(name: str, offset: int, tmp_path: Path) -> None:
+    """Its bytes would be read, and the model would answer nonsense."""
+    path = small_file(tmp_path / "m.gguf")
+    raw, (one, _) = bytearray(path.read_bytes()), read_header(path).tensors
+    described = raw.index(name.encode()) + len(name) + (4 + 16 if name == one.name else 4 + 8) + 4
+    raw[described : described + 8] = struct.pack("<Q", offset)
+    path.write_bytes(raw + bytes(64))
+    with pytest.raises(ModelFileError, match=f"damaged: tensor {name} (does not begin where|is not at the start)"):
+        open_model(path)
+
+
 def test_endless_header_is_not_read_on(tmp_path: Path) -> None:
     """A length that points past the bound is refused even when the file is that large."""
     path = tmp_path / "m.gguf"

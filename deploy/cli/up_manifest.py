@@ -79,6 +79,8 @@ def _detach(to_start: Launch, directory: StateDir, given: dict[str, Any]) -> Non
     named_by = str(to_start.source)
     arguments = [named_by, "--state-dir", str(directory.path.absolute()), "--name", to_start.manifest.name]
     is_model = to_start.source == to_start.manifest.model_path  # found, so nothing of it is on the hub any more
+    if is_model:
+        os.environ.pop("RELAYLINE_DOWNLOAD", None)  # which the one in the background would read
     arguments += again(click.get_current_context(), but=(*NOT_AGAIN, "download") if is_model else NOT_AGAIN)
 
     def show(event: dict[str, Any]) -> None:

@@ -158,11 +158,10 @@ def test_layers_may_lie_in_several_shards(far: Far, tmp_path: Path) -> None:
     assert not list((far.home / "hub").glob("models--*/blobs/*"))
 
 
-def test_a_model_that_was_pulled_is_used_from_there(far: Far) -> None:
+def test_a_model_that_was_pulled_is_used_from_there(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
     assert far.run("pull", "org/repo").returncode == 0
+    monkeypatch.setenv("RELAYLINE_DOWNLOAD", "layers")  # not a flag: it would reach the one in the background, too
     flags = (
-        "--download",
-        "layers",
         "--detach",
         "--http",
         "127.0.0.1:0",
@@ -174,6 +173,7 @@ def test_a_model_that_was_pulled_is_used_from_there(far: Far) -> None:
     )
     done = far.run("up", "org/repo", *flags, hub_url="http://127.0.0.1:1")
     assert done.returncode == 0, done.stderr
+    monkeypatch.delenv("RELAYLINE_DOWNLOAD")
     done = far.run("restart", "far")
     assert done.returncode == 0, done.stderr
     assert not (far.cache / "headers").exists()

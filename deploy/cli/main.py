@@ -22,7 +22,7 @@ from relayline.deploy.cli.variables import variable_of
 from relayline.deploy.machine.huge_pages import restart_with_huge_pages
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, UsageError
-from relayline.wire.common.texts import printable
+from relayline.wire.common.texts import file_error_text, printable
 
 # name -> (module, attribute)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -211,10 +211,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nothing to report
         sys.exit(1)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = "it is a file; name a directory" if is_in_the_way else error.strerror or error
-        _end(1, f"{where}{reason}")
+        _end(1, file_error_text(error))
 
 
 def _end(code: int, *messages: str) -> None:

@@ -35,7 +35,8 @@ def restart_command(name: str | None, pipelines: tuple[str, ...], as_json: bool,
 
     First the manifest is checked and a model of the hub is downloaded, while the pipeline serves. If that finds a
     mistake, nothing changes. Else running requests end, new ones are refused until it serves again, and hosts that have
-    joined stay. `relayline up MANIFEST --dry-run` shows beforehand what differs.
+    joined stay. If the new start fails, for example because of too little memory, the pipeline starts as it was before.
+    `relayline up MANIFEST --dry-run` shows beforehand what differs.
 
     NAME may be a gateway. Then the PIPELINES behind it that `up` started, or all, start again one after the other. Each
     gets no new requests, ends its running ones, and starts again. When it serves, the next one follows. So replicas
@@ -103,15 +104,17 @@ async def _until_ready(launched: Launched, *, as_json: bool) -> LaunchState:
         is_running = launched.is_running  # before its last words are read
         reason, is_ordered, state = refusal(directory.restart), directory.restart.exists(), directory.load()
         assert state is not None, "it was there before"
-        if not is_running or (reason and state.phase.has_ended):
+        if not is_running:
             why = reason or state.reason or f"its log says why: {directory.log('up')}"
             raise StartError(f"{name} has ended and did not start again: {why}")
-        if reason:
+        if reason and state.phase in (Phase.READY, Phase.RECOVERING):
             raise StartError(f"{name} serves as before, because it could not start again: {reason}")
         if not is_ordered and state.phase is Phase.READY:
             return state
         now = ""
-        if is_ordered and state.phase is Phase.DRAINING:
+        if reason:
+            now = "the new start failed; it starts as it was before"
+        elif is_ordered and state.phase is Phase.DRAINING:
             now = "running requests end first"
         elif not is_ordered and state.phase is Phase.STARTING:
             new = [record for record in state.processes if (record.name, record.host) not in known]

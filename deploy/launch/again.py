@@ -4,8 +4,9 @@ The command leaves `restart.json` in the state directory and sends MORE_SIGNAL. 
 its own arguments: that reads the manifest of now, and downloads a model of the hub that is not here yet. If there is a
 mistake, the supervisor writes it into the file, and the pipeline goes on. Else all processes end in order, as after
 SIGTERM, and the supervisor becomes a new `up` by exec. So it keeps its arguments, process id, terminal and working
-directory. The new one removes the file, or writes why it does not start. An answer stays until the next order or start:
-several commands may wait for it.
+directory. The new one removes the file. If it does not come to serve, it writes why into the file, and starts the
+manifest of before, which `before.json` holds. An answer stays until the next order or process: several commands may
+wait for it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from relayline.deploy.launch.state import MORE_SIGNAL, StateDir
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.state import MORE_SIGNAL, LaunchState, StateDir
 from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import RelaylineError, StartError
 from relayline.wire.common.files import write_again
+from relayline.wire.common.texts import file_error_text
 
 log = logging.getLogger("relayline.up")
 
@@ -70,6 +74,36 @@ def refuse(path: Path, reason: str) -> None:
 def is_ordered(path: Path) -> bool:
     """Return whether `path` holds an order that has no answer yet."""
     return path.exists() and not refusal(path)
+
+
+def forget_ended(directory: StateDir, last: LaunchState | None) -> None:
+    """Remove an order, and the manifest of before, where they are those of another process than this one."""
+    if last is not None and last.supervisor != identify(os.getpid()):
+        for left in (directory.restart, directory.before):
+            left.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def failures_in(file: logging.Handler, directory: StateDir) -> Iterator[None]:
+    """Note a failure in the supervisor's log, and for a `relayline restart` that waits: the command itself says it on
+    stderr, which may be a closed terminal.
+    """
+    try:
+        yield
+    except RelaylineError as error:
+        if is_ordered(directory.restart):
+            refuse(directory.restart, error.message)
+        file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, error.message, (), None))
+        raise
+    except Exception as error:
+        # In the background nothing else would keep what went wrong.
+        file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
+        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+            raise
+        failed = StartError(file_error_text(error))
+        if is_ordered(directory.restart):
+            refuse(directory.restart, failed.message)
+        raise failed from error
 
 
 class Again:

@@ -51,9 +51,10 @@ class Launched:
     def phase(self) -> Phase:
         """The phase as the supervisor sees it, or DEAD where that ended without noting so.
 
-        It is STARTING from the end of a pipeline that `relayline restart` starts again, though a large model is split.
+        It is STARTING from the end of a pipeline that `relayline restart` starts again, though a large model is split,
+        or though the new start failed.
         """
-        if self.state.phase is Phase.STOPPED and self.is_running and self.directory.restart.exists():
+        if self.state.phase.has_ended and self.is_running and self.directory.restart.exists():
             return Phase.STARTING
         return self.state.phase if self.is_running or self.state.phase.has_ended else Phase.DEAD
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from relayline.coordinator.model.gguf_file import headers_read_once
-from relayline.deploy.launch.again import Again, is_ordered, refuse
+from relayline.deploy.launch.again import Again, failures_in, forget_ended, is_ordered, refuse
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context, warn_of_unused_drafts
 from relayline.deploy.launch.companions import check_companions
@@ -151,8 +151,10 @@ def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
     ready = ready_to_start(to_start, directory)
     write_settled(ready.manifest, directory.manifest)
     # Of the last run: this one begins with its own settings.
-    for kept in (directory.layers, directory.more, directory.plan, directory.restart):
+    for kept in (directory.layers, directory.more, directory.plan):
         kept.unlink(missing_ok=True)
+    if is_ordered(directory.restart):  # an answer stays, for this may be the start as before
+        directory.restart.unlink()
     split_dir = to_start.split_dir
     if ready.prepared is None:
         mend = later_mender(directory.manifest)
@@ -184,65 +186,97 @@ def launch(
 ) -> bool:
     """Run a pipeline until SIGINT, SIGTERM or SIGHUP. Returns whether it is to start again, see `Again`.
 
-    `arguments`: this process's command line, `up` first; empty for a process that cannot start again by itself.
-    Raises UsageError and StartError before anything is started, StartError when a process cannot be kept alive.
+    If it has been started again so and cannot serve, it starts as it was before. `arguments`: this process's command
+    line, `up` first; empty for a process that cannot start again by itself. Raises UsageError and StartError before
+    anything is started, StartError when a process cannot be kept alive.
     """
-    from relayline.wire.common.process import run
-
     with directory.locked(to_start.manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         register(directory.path)
-        before = directory.load()
-        n_ended = end_leftovers(before)
-        if n_ended or (before is not None and not before.phase.has_ended):
+        last = directory.load()
+        n_ended = end_leftovers(last)
+        if n_ended or (last is not None and not last.phase.has_ended):
             log.warning("the last run did not end properly; %d of its processes were still running", n_ended)
-        again = Again(directory, arguments)
-
-        async def main(stopping: asyncio.Event) -> bool:
-            supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
-            supervisor.board.set_starts_again(bool(arguments))
-            loop = asyncio.get_running_loop()
-
-            def on_order() -> None:
-                if is_ordered(directory.restart):
-                    again.ask(stopping)
-                if directory.more.exists():  # beside an order, too: its check may take an hour and find a mistake
-                    _take_on(supervisor, to_start, directory)
-
-            loop.add_signal_handler(MORE_SIGNAL, on_order)
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal; `nohup` ignores it
-                loop.add_signal_handler(signal.SIGHUP, stopping.set)
-            try:
-                await supervise(supervisor, stopping, emit, again.wanted)
-            finally:
-                await again.close()
-            if stopping.is_set() and is_ordered(directory.restart):
-                refuse(directory.restart, "it was told to end meanwhile")
-            return again.wanted.is_set() and not stopping.is_set()  # a signal has the last word
-
-        with _failures_in(file, directory):
-            with headers_read_once():
-                plan, mend = plan_of(to_start, directory)
-            if (event := plan_event(to_start.manifest, directory.plan)) is not None:
-                emit(event)
-            return run(main)
+        forget_ended(directory, last)
+        once = functools.partial(
+            _launch_once, directory=directory, emit=emit, echo=echo, policy=policy, arguments=arguments
+        )
+        try:
+            with failures_in(file, directory):
+                return once(to_start)
+        except RelaylineError as error:
+            if not directory.before.exists():  # it was not started again, or has served since
+                raise
+            reason = error.message
+        log.warning("the new start failed, so the pipeline starts as it was before: %s", reason)
+        refuse(directory.restart, reason)
+        try:
+            with failures_in(file, directory):
+                before = load_manifest(directory.before).with_directory(to_start.manifest.directory)
+                return once(dataclasses.replace(to_start, manifest=before, is_again=True))
+        except RelaylineError as error:
+            if directory.before.exists():
+                refuse(directory.restart, f"{reason}; nor does it as it was before: {error.message}")
+            raise
 
 
-@contextlib.contextmanager
-def _failures_in(file: logging.Handler, directory: StateDir) -> Iterator[None]:
-    """Note a failure in the supervisor's log, and for a `relayline restart` that waits: the command itself says it on
-    stderr, which may be a closed terminal.
-    """
+def _launch_once(
+    to_start: Launch,
+    directory: StateDir,
+    emit: Emit,
+    *,
+    echo: Callable[[str, str], None] | None,
+    policy: RestartPolicy | None,
+    arguments: Sequence[str],
+) -> bool:
+    """As `launch`, in a locked directory that is ready, with this manifest alone."""
+    from relayline.wire.common.process import run
+
+    again = Again(directory, arguments)
+
+    def tell(event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            directory.before.unlink(missing_ok=True)
+        emit(event)
+
+    async def main(stopping: asyncio.Event) -> bool:
+        supervisor = Supervisor(plan, directory, tell, policy=policy, echo=echo, mend=mend)
+        supervisor.board.set_starts_again(bool(arguments))
+        loop = asyncio.get_running_loop()
+
+        def on_order() -> None:
+            if is_ordered(directory.restart):
+                again.ask(stopping)
+            if directory.more.exists():  # beside an order, too: its check may take an hour and find a mistake
+                _take_on(supervisor, to_start, directory)
+
+        loop.add_signal_handler(MORE_SIGNAL, on_order)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal; `nohup` ignores it
+            loop.add_signal_handler(signal.SIGHUP, stopping.set)
+        try:
+            await supervise(supervisor, stopping, tell, again.wanted)
+        finally:
+            await again.close()
+        if stopping.is_set() and is_ordered(directory.restart):
+            refuse(directory.restart, "it was told to end meanwhile")
+        return again.wanted.is_set() and not stopping.is_set()  # a signal has the last word
+
+    with headers_read_once():
+        plan, mend = plan_of(to_start, directory)
+    if (event := plan_event(to_start.manifest, directory.plan)) is not None:
+        emit(event)
+    is_wanted_again = run(main)
+    if is_wanted_again:
+        _keep_before(to_start.manifest, directory)
+    return is_wanted_again
+
+
+def _keep_before(manifest: Manifest, directory: StateDir) -> None:
+    """Keep the manifest of a pipeline that has ended to start again, for a new start that fails."""
     try:
-        yield
-    except RelaylineError as error:
-        if is_ordered(directory.restart):
-            refuse(directory.restart, error.message)
-        file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, error.message, (), None))
-        raise
-    except Exception:
-        # In the background nothing else would keep what went wrong.
-        file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
-        raise
+        write_settled(manifest, directory.before)
+    except OSError as error:
+        log.warning("%s cannot be written, so nothing serves if the new start fails: %s",
+                    directory.before, error.strerror)  # fmt: skip
 
 
 def _take_on(supervisor: Supervisor, to_start: Launch, directory: StateDir) -> None:

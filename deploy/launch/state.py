@@ -10,6 +10,7 @@ has a file for each pipeline that was given another directory. It holds:
 * `plan.json`: who got which layers and why.
 * `more.json`: the manifest with stages that were added while it served.
 * `restart.json`: the order to start again; of a gateway, its pipelines that are to, one after the other.
+* `before.json`: the manifest until that order, as flags changed it. It goes once the new start serves.
 * `keys`: of a gateway, where its file of API keys is.
 * `tls/`: material of a manifest that needs TLS and names no directory.
 * `join/`: join tokens that the launcher made.
@@ -44,6 +45,7 @@ LAYERS_FILE = "layers.json"
 PLAN_FILE = "plan.json"
 MORE_FILE = "more.json"
 RESTART_FILE = "restart.json"
+BEFORE_FILE = "before.json"
 MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that such a file exists
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
 ANOTHER = "XDG_STATE_HOME=DIRECTORY keeps all state elsewhere, --state-dir that of one pipeline"
@@ -155,6 +157,7 @@ class StateDir:
         self.plan = path / PLAN_FILE
         self.more = path / MORE_FILE
         self.restart = path / RESTART_FILE
+        self.before = path / BEFORE_FILE
         self.tls = path / "tls"
         self.keys = path / "keys"
         self._state = path / STATE_FILE

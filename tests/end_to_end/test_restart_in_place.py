@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from relayline.deploy.launch.state import StateDir
 from relayline.deploy.machine.ports import free_port
 from relayline.deploy.testing.paths import DEMO_MODEL, HYBRID_DEMO_MODEL
 from relayline.deploy.testing.processes import Running, children, relayline
 from relayline.deploy.testing.slow_hosts import local_command
+from relayline.wire.common.phase import Phase
 from tests.support.http_client import Client
+from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -121,3 +126,19 @@ async def test_a_manifest_with_a_mistake_changes_nothing(swap: Swap, tmp_path: P
     assert await model_of(swap.url) == DEMO_MODEL.stem
     swap.write(DEMO_MODEL)
     assert (await asyncio.to_thread(swap.restart)).returncode == 0, "it is an order of its own"
+
+
+async def test_a_start_that_fails_brings_back_what_served_before(swap: Swap, tmp_path: Path) -> None:
+    following = Path(shutil.copy(HYBRID_DEMO_MODEL, tmp_path / "following.gguf"))
+    swap.write(following)
+    restarting = asyncio.create_task(asyncio.to_thread(swap.restart))
+    while (state := StateDir(swap.state).load()) is None or state.phase not in (Phase.DRAINING, Phase.STOPPED):
+        await pause()
+    os.unlink(following)  # after the check
+    done = await restarting
+    assert (done.returncode, done.stdout) == (1, "")
+    error = f"swap serves as before, because it could not start again: {following}: no such file"
+    assert done.stderr.splitlines()[-1].startswith(f"relayline: error: {error}")
+    assert await model_of(swap.url) == DEMO_MODEL.stem
+    assert swap.up.process.poll() is None
+    assert swap.there.process.poll() is None

@@ -27,6 +27,13 @@ def system_reason(error: BaseException) -> str:
     return os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or ""
 
 
+def file_error_text(error: OSError) -> str:
+    """Return what the system refused to do, and with which file, for a person."""
+    where = f"{error.filename}: " if error.filename else ""
+    is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+    return f"{where}{'it is a file; name a directory' if is_in_the_way else error.strerror or error}"
+
+
 def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
     """Return text as one line that is safe to print: long text cut, and control characters as backslash escapes.
 

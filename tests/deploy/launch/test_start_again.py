@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -211,6 +214,117 @@ def test_a_new_start_that_fails_answers_the_order(
     assert refusal(directory.restart) == "2 GiB are missing"
 
 
+class Told:
+    """A supervisor of one manifest, which `plans` names: its start fails as the test says, or it serves and ends."""
+
+    plans: ClassVar[list[int]] = []  # the context of each that was started
+    fails: ClassVar[dict[int, str]] = {}  # by context, why it does not start
+    dies = ""  # why the one that serves ends
+
+    def __init__(self, n_tokens: int, _: StateDir, tell: Callable[[dict[str, str]], None], **__: object) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.board = SimpleNamespace(set_starts_again=lambda _: None)
+        self._n_tokens, self._tell = n_tokens, tell
+
+    async def start(self) -> dict[str, str]:
+        self.plans.append(self._n_tokens)
+        if self._n_tokens in self.fails:
+            raise StartError(self.fails[self._n_tokens])
+        if self.dies:
+            self.failed.set_exception(StartError(self.dies))
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"event": "ready", "url": "http://127.0.0.1:1"}
+
+    async def stop(self) -> None:
+        pass
+
+
+OLD, NEW = 512, 1024
+
+
+@pytest.fixture
+def restarted(to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """A launch with another manifest, in a process whose pipeline has ended to start again."""
+
+    def plan(what: Launch, _: StateDir) -> tuple[int, None]:
+        n_tokens = what.manifest.engine.ctx_tokens
+        if n_tokens in Told.fails and Told.fails[n_tokens].startswith("plan"):
+            Told.plans.append(n_tokens)
+            raise UsageError(Told.fails[n_tokens])
+        return n_tokens, None
+
+    monkeypatch.setattr("relayline.deploy.launch.run.plan_of", plan)
+    at = {n: dataclasses.replace(to_start, manifest=override(to_start.manifest, {"context.tokens": n}))
+          for n in (OLD, NEW)}  # fmt: skip
+    assert launch(at[OLD], directory, lambda _: None, arguments=["up"]), "it is to start again"
+    monkeypatch.setattr("relayline.deploy.launch.run.Supervisor", Told)
+    monkeypatch.setattr(Told, "plans", [])
+    return at[NEW]
+
+
+@pytest.mark.parametrize("reason", ["plan: 2 GiB are missing", "the coordinator ended"])
+def test_what_cannot_start_again_starts_as_it_was_before(
+    restarted: Launch,
+    directory: StateDir,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(Told, "fails", {NEW: reason})
+    told: list[dict[str, str]] = []
+    assert not launch(restarted, directory, told.append, arguments=["up"])
+    assert Told.plans == [NEW, OLD]
+    assert [event["event"] for event in told] == ["ready"]
+    assert refusal(directory.restart) == reason, "for the commands that wait"
+    assert f"the new start failed, so the pipeline starts as it was before: {reason}" in caplog.messages
+    assert not directory.before.exists()
+
+
+def test_where_neither_starts_both_reasons_are_told(
+    restarted: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Told, "fails", {NEW: "too large", OLD: "the model is gone"})
+    with pytest.raises(StartError, match="the model is gone"):
+        launch(restarted, directory, lambda _: None, arguments=["up"])
+    assert Told.plans == [NEW, OLD]
+    assert refusal(directory.restart) == "too large; nor does it as it was before: the model is gone"
+
+
+def test_what_has_served_since_is_not_taken_back(
+    restarted: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Told, "dies", "a stage died 6 times in a row")
+    with pytest.raises(StartError, match="a stage died"):
+        launch(restarted, directory, lambda _: None, arguments=["up"])
+    assert Told.plans == [NEW]
+
+
+def test_the_manifest_of_another_process_is_no_way_back(
+    restarted: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Told, "fails", {NEW: "too large"})
+    killed = identify(os.getppid())
+    assert killed is not None
+    Board(directory, "chat", "/nowhere/m.yaml", killed, ())
+    with pytest.raises(StartError, match="too large"):
+        launch(restarted, directory, lambda _: None, arguments=["up"])
+    assert Told.plans == [NEW]
+
+
+def test_state_that_cannot_be_kept_is_told(
+    to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept_by_another(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "state.json")
+
+    monkeypatch.setattr("relayline.deploy.launch.run.plan_of", lambda *_: (None, None))
+    monkeypatch.setattr("relayline.deploy.launch.run.Supervisor", kept_by_another)
+    with pytest.raises(StartError, match=r"^state\.json: Permission denied$"):
+        launch(to_start, directory, lambda _: None, arguments=["up"])
+    assert refusal(directory.restart) == "state.json: Permission denied"
+
+
 def test_the_check_refuses_a_model_that_no_free_memory_could_hold(
     to_start: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,11 +390,28 @@ def test_every_command_that_waits_hears_why_it_does_not_start(world: World) -> N
     board.set_phase(Phase.READY)
     refuse(directory.restart, "no such file")
     (found,) = launched(directory.path)
-    for phase, told in ((Phase.READY, "serves as before"), (Phase.STOPPED, "has ended and did not start again")):
-        board.set_phase(phase)
+    ended = dataclasses.replace(found, state=msgspec.structs.replace(found.state, supervisor_start_ticks=0))
+    for each, told in ((found, "serves as before"), (ended, "has ended and did not start again")):
         for _ in range(2):
             with pytest.raises(StartError, match=f"chat {told}.*: no such file"):
-                asyncio.run(_until_ready(found, as_json=False))
+                asyncio.run(_until_ready(each, as_json=False))
+
+
+async def test_a_command_waits_until_it_serves_as_before(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    board, directory = world.board("chat"), StateDir(world.root / "chat")
+    board.set_phase(Phase.FAILED)
+    refuse(directory.restart, "too large")
+    (found,) = launched(directory.path)
+    assert found.phase is Phase.STARTING
+    waiting = asyncio.ensure_future(_until_ready(found, as_json=False))
+    said = ""
+    while not said:
+        await pause()
+        said = capsys.readouterr().err
+    assert said == "the new start failed; it starts as it was before\n"
+    board.set_phase(Phase.READY)
+    with pytest.raises(StartError, match="chat serves as before, because it could not start again: too large"):
+        await waiting
 
 
 def test_what_is_about_to_start_again_is_not_called_stopped(world: World) -> None:

@@ -16,6 +16,7 @@ from relayline.coordinator.drafting.streams import STEP_ROWS_MAX, Row
 from relayline.coordinator.text.llama_errors import LlamaErrors
 from relayline.wire.common.bounds import DRAFT_SEQUENCES_MAX
 from relayline.wire.common.errors import InternalError, UsageError
+from relayline.wire.common.faulty_amx import leave_faulty_amx
 
 # Padding of vocabularies differs between sizes of a family; llama.cpp's own speculative decoding allows the same.
 _VOCAB_DIFFERENCE_MAX = 128
@@ -113,6 +114,7 @@ def check_drafts(path: Path, model: Path) -> None:
 
 def _loaded(path: Path, errors: LlamaErrors, *, vocab_only: bool = True, gpu_layers: int = 0) -> Any:
     params = llama.llama_model_default_params()
+    leave_faulty_amx(llama._lib, params)
     params.vocab_only = vocab_only
     params.n_gpu_layers = gpu_layers
     model = llama.llama_model_load_from_file(bytes(path), params)

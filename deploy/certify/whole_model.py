@@ -20,6 +20,7 @@ from relayline.stage.engine import ggml
 from relayline.stage.engine.kv_cache import count_cells, lay_out
 from relayline.stage.engine.rope_choice import choose_rope
 from relayline.wire.common.errors import InternalError, ModelFileError, NativeError
+from relayline.wire.common.faulty_amx import leave_faulty_amx
 from relayline.wire.common.rope_factors import LongRope
 from relayline.wire.settings.table import EngineSettings
 
@@ -181,6 +182,7 @@ def _load(path: Path, *, config: WholeConfig | None = None) -> Any:
     params.n_gpu_layers = config.settings.gpu_layers if config is not None else 0
     if not params.n_gpu_layers:
         ggml.leave_gpus(params)
+    leave_faulty_amx(llama._lib, params)
     if config is None:
         params.vocab_only = True
     else:

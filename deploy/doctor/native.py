@@ -69,6 +69,7 @@ for name in ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows"
 try:
     import llama_cpp
     from relayline.stage.engine import ggml
+    from relayline.wire.common.faulty_amx import amx_is_faulty, leave_faulty_amx
     symbol = getattr(llama_cpp.llama_cpp._lib, "{_OUR_SYMBOL}", None)
     if symbol is not None:
         symbol.restype = ctypes.c_char_p
@@ -77,6 +78,7 @@ try:
                       "system": llama_cpp.llama_print_system_info().decode(),
                       "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
                       "kernels": symbol and symbol().decode(),
+                      "amx_is_faulty": amx_is_faulty(llama_cpp.llama_cpp._lib),
                       "devices": [(each.name, each.description, *(ggml.memory_bytes(each) if each.is_gpu else (0, 0)))
                                   for each in ggml.list_devices()],
                       "left_out": os.path.isfile(mark) and open(mark).readline() == "kernels OFF\\n"}}
@@ -84,6 +86,7 @@ try:
     params = llama_cpp.llama_model_default_params()
     no_devices = (ctypes.c_void_p * 1)()  # a GPU may be full with what runs
     params.devices = ctypes.addressof(no_devices)
+    leave_faulty_amx(llama_cpp.llama_cpp._lib, params)
     model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params)
     context = model and llama_cpp.llama_init_from_model(model, llama_cpp.llama_context_default_params())
     if context:
@@ -168,6 +171,9 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
     findings.append(
         judge_kernels(facts["llama"]["kernels"], left_out=facts["llama"]["left_out"], could_have=could_have)
     )
+    if facts["llama"]["amx_is_faulty"]:
+        text = "products by AMX are wrong for several streams in this build, and stay unused: steps take longer"
+        findings.append(warning("amx", text, REBUILD))
     findings.append(judge_offload(facts.get("backends", ()), has_gpu=gpu, wants_gpu=wants_gpu))
     return findings
 

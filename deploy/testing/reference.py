@@ -14,6 +14,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml  # also silences llama.cpp's log
 from relayline.stage.engine.kv_cache import FLASH_ATTN
+from relayline.wire.common.faulty_amx import leave_faulty_amx
 
 # From 64 rows on llama.cpp computes attention on CPUs in tiles. This moves the logits of a llama-1b by 0.45 deviations,
 # and the distance of its own answers from the best token from 0.0 to 0.33. Answers are decoded in smaller steps, so
@@ -45,6 +46,7 @@ class ReferenceModel:
         self._context = self._model = None
         model_params = llama.llama_model_default_params()
         ggml.leave_gpus(model_params)
+        leave_faulty_amx(llama._lib, model_params)
         self._model = llama.llama_model_load_from_file(str(path).encode(), model_params)
         assert self._model, f"{path} does not load"
         loaded = [llama.llama_adapter_lora_init(self._model, str(lora).encode()) for lora, _ in adapters]

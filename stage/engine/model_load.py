@@ -17,6 +17,7 @@ from relayline.stage.engine.devices import count_elsewhere, place
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError
 from relayline.stage.engine.rope_choice import choose_rope
 from relayline.wire.common.errors import ModelFileError, NativeError
+from relayline.wire.common.faulty_amx import leave_faulty_amx
 from relayline.wire.common.units import GIB
 from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.settings.table import EngineSettings
@@ -46,6 +47,7 @@ def _load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) -
     placed = place(params, settings, artifact, ggml.list_devices())  # held by its name until the call is over
     for device, n_bytes in count_elsewhere(placed, artifact).items():
         log.info("weights on devices of their own", extra={"fields": {"device": device, "gib": f"{n_bytes / GIB:.2f}"}})
+    leave_faulty_amx(llama._lib, params)
     rope = choose_rope(params, artifact.long_rope, settings.ctx_tokens)  # held by its name as well
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     params.load_mtp = artifact.predicts(settings)

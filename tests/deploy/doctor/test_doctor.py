@@ -183,9 +183,10 @@ def llama(
     gpu: bool = False,
     kernels: str | None = "q4_0 attention",
     left_out: bool = False,
+    amx_is_faulty: bool = False,
 ) -> Any:
     facts = {"version": version, "system": system, "gpu": gpu, "kernels": kernels, "left_out": left_out}
-    return {"llama": facts}
+    return {"llama": facts | {"amx_is_faulty": amx_is_faulty}}
 
 
 def test_llama_builds() -> None:
@@ -198,6 +199,7 @@ def test_llama_builds() -> None:
     assert "AVX512" in slow.found
     assert outcomes(llama("0.3.1"), set()) == [FAILURE, OK, OK]
     assert outcomes(llama(), set(), wants_gpu=True) == [OK, OK, FAILURE]
+    assert outcomes(llama(amx_is_faulty=True), set()) == [OK, OK, WARNING, OK]
     without_gpu = native.judge_llama(llama(), set(), wants_gpu=True)[2]
     for remedy in (slow.remedy, without_gpu.remedy):
         assert {"--force-reinstall", "--no-cache-dir"} <= set(remedy.split()), "pip's cache has the build without flags"

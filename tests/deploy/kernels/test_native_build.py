@@ -134,7 +134,7 @@ def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
     need_gcc_for_amx()
     commands = compile_commands(tmp_path)
     assert len(commands) == len(SOURCES)
-    assert [name for name, command in commands.items() if "amx_tile_config.h" in command] == ["ggml-cpu/amx/mmq.cpp"]
+    assert [name for name, command in commands.items() if "amx_batches.h" in command] == ["ggml-cpu/amx/mmq.cpp"]
 
 
 def test_unpatched_peers_get_that_header_and_no_other_flag(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_another_llama_cpp_than_the_patch_is_made_for_stops_the_build_unless_it_
         ("", "", True),
     ],
 )
-def test_the_switch_leaves_everything_but_the_header_for_amx_out(
+def test_the_switch_leaves_everything_but_the_headers_for_amx_out(
     option: str, kernels: str, is_in: bool, tmp_path: Path
 ) -> None:
     need_gcc_for_amx()
@@ -311,7 +311,7 @@ def test_the_switch_leaves_everything_but_the_header_for_amx_out(
     assert any(name.endswith("attend_own_cells.cpp") for name in commands) == is_in
     assert any(renamed_by(commands, "llama").values()) == is_in
     assert any("sched-pressure" in command for command in commands.values()) == is_in
-    assert "amx_tile_config.h" in commands["ggml-cpu/amx/mmq.cpp"]
+    assert "amx_batches.h" in commands["ggml-cpu/amx/mmq.cpp"]
     (mark,) = tmp_path.glob("build/**/relayline-build.txt")
     environment = os.environ | {"RELAYLINE_KERNELS": kernels}
     asked = built_with.kernels_asked(option, environment)

@@ -223,7 +223,7 @@ def revoke(directory: Path, wanted: Callable[[Identity], bool], now: datetime.da
     seconds. Raises UsageError if no credential matches, or the list would grow beyond what processes read.
     """
     authority, authority_key = _load_authority(directory)
-    records = [record for record in _records(directory) if record.ends > now]
+    records = [record for record in _records(directory, authority.not_valid_after_utc) if record.ends > now]
     chosen = [record for record in records if wanted(record.identity)]
     if not chosen:
         known = ", ".join(sorted({str(record.identity) for record in records}))
@@ -271,20 +271,34 @@ def _record(directory: Path, cert: x509.Certificate, identity: Identity) -> None
     write_file(path, before + line.encode(), PRIVATE)
 
 
-def _records(directory: Path) -> list[_Record]:
-    """Return the credentials that the CA has issued, oldest first. Raises UsageError for an unreadable line."""
+def _records(directory: Path, authority_ends: datetime.datetime) -> list[_Record]:
+    """Return the credentials that the CA has issued, oldest first. Raises UsageError for an unreadable line.
+
+    None outlives the CA. One whose time cannot be read lives as long, so that it can be revoked.
+    """
     path = directory / ISSUED_FILE
     found = []
     for number, line in enumerate(_lines(path), 1):
         try:
             serial, ends_text, uri = line.split()
-            identity, ends = identity_named(uri), datetime.datetime.fromisoformat(ends_text)
-            if identity is None or ends.tzinfo is None:
+            if (identity := identity_named(uri)) is None:
                 raise ValueError(line)
+            ends = min(_time_of(ends_text) or authority_ends, authority_ends)
             found.append(_Record(int(serial, 16), ends, identity))
         except ValueError as error:
-            raise UsageError(f"{path}:{number}: not a line that `relayline certs issue` wrote") from error
+            raise UsageError(
+                f"{path}:{number}: not a line that `relayline certs issue` wrote; restore the file from a copy, or "
+                "remove the line: its credential cannot be revoked then"
+            ) from error
     return found
+
+
+def _time_of(text: str) -> datetime.datetime | None:
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else None
 
 
 def _signed_list(

@@ -215,7 +215,7 @@ def test_show_fails_for_expired_or_mismatched_credentials(tmp_path: Path):
     ("file", "damage"),
     [
         ("issued", lambda content: content + b"\x9b"),
-        ("issued", lambda content: content.replace(b"+00:00", b"")),
+        ("issued", lambda content: content.replace(b"relayline:", b"")),
         ("ca-key.pem", lambda content: with_curve_of_nobody(content)),
         ("ca.pem", lambda content: with_curve_of_nobody(content)),
         ("crl.pem", lambda content: b"-----BEGIN X509 CRL-----\nMAA=\n-----END X509 CRL-----\n"),
@@ -227,6 +227,18 @@ def test_damaged_records_are_named_in_one_line(ca: Path, file: str, damage: Call
     path.write_bytes(damage(path.read_bytes() if path.exists() else b""))
     with pytest.raises(UsageError, match=re.escape(str(path))):
         revoke(ca, lambda identity: identity.name == "a", NOW)
+
+
+@pytest.mark.parametrize("time", ["2026-02-30T00:00:00+00:00", "2027-01-01T00:00:00", "9999-01-01T00:00:00+00:00"])
+def test_a_record_without_a_right_time_keeps_nobody_from_revoking(ca: Path, time: str):
+    for name in ("a", "b"):
+        issue(ca, "box1", [], 100, ca / name, NOW, role=Role.STAGE, stage=name)
+    serial, _, rest = (ca / "issued").read_text().split(" ", 2)
+    (ca / "issued").write_text(f"{serial} {time} {rest}")
+    assert revoke(ca, lambda identity: identity.name == "b", NOW).identities == ("stage b on box1",)
+    assert revoke(ca, lambda identity: identity.name == "a", NOW).identities == ("stage a on box1",)
+    with pytest.raises(UsageError, match="no such credential that is still valid"):
+        revoke(ca, lambda identity: identity.name == "a", NOW + 4000 * DAY)
 
 
 def test_a_damaged_list_of_revoked_names_is_no_new_generation(ca: Path):

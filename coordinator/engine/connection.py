@@ -155,7 +155,7 @@ class Connection:
                     facts[index].stored.extend(answer.stored)
             connection = cls(terms, events, stages, facts, held)
             listening = (connection._listen(index, passes[index]) for index in range(len(stages)))
-            await asyncio.gather(connection._learn(terms.known_prefixes), *listening)
+            await _together(connection._learn(terms.known_prefixes), *listening)
             hello = _hello(pipeline, terms)
             connection.link = await RelayLink.open(
                 addresses[0], hello, events.on_lost, security, passes[0], is_watched=False
@@ -301,6 +301,17 @@ async def _describe_all(stages: Sequence[StageClient], on_heard: Callable[[int],
         for task in (*asking, *hearing):
             task.cancel()
         await asyncio.gather(*asking, *hearing, return_exceptions=True)
+
+
+async def _together(*works: Coroutine[Any, Any, None]) -> None:
+    """Do all at once. If one fails, the others end before its error is raised, so none begins anything after it."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def refresh_costs(connection: Connection, audiences: Sized, update: TakesCosts) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from relayline.coordinator.engine.connection import Connection, EpochEvents, EpochTerms, Peers
 from relayline.coordinator.engine.heartbeat import Heartbeat
+from relayline.coordinator.engine.stage_client import StageClient
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StageLostError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -78,3 +79,27 @@ async def test_an_epoch_given_up_at_its_first_beats_leaves_nothing(monkeypatch: 
         running: list[Any] = [task.get_coro() for task in asyncio.all_tasks()]
         names = [coroutine.__qualname__ for coroutine in running]
         assert not [name for name in names if name.startswith(("Noting", "RelayLink"))], names
+
+
+async def test_a_return_stream_that_does_not_open_ends_the_opening_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, ended = asyncio.Event(), asyncio.Event()
+
+    async def listen(*_: object) -> None:
+        if waits.is_set():
+            raise StageLostError("it did not open its return stream")
+        waits.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(StageClient, "listen", listen)
+    async with served(0, 2) as first, served(1, 2) as last, asyncio.timeout(WAIT_S):
+        known = first.artifact
+        file = pipeline_file(2, pipeline_id=known.pipeline_id, n_embd=WIDTH, n_vocab=known.n_vocab)
+        events = EpochEvents(lambda message: None, lambda error: None)
+        with pytest.raises(StageLostError, match="return stream"):
+            await Connection.open(Peers([first.address, last.address]), file, EpochTerms(1, 1, pb.DTYPE_F32), events)
+    assert ended.is_set()

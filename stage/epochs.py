@@ -121,7 +121,14 @@ class Epochs:
             back = Upstream(request.back_pass, request.last_name) if request.back_pass and is_first else None
             route = Route(request.route_id, request.epoch, stage_index, link, upstream, caller(), back)
             wiring = RouteWiring(request.epoch, link.pool if link else None)
-            held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
+            try:
+                held: dict[int, int] = await self.runner.call(
+                    lambda: self._executor.begin_route(request.route_id, wiring)
+                )
+            except BaseException:
+                if link is not None:
+                    await link.close()
+                raise
             self.routes[request.route_id] = route
             if request.first_address and request.back_pass and not is_first:
                 route.sending_back = self._sending_back(request, route)

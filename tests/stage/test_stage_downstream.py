@@ -13,7 +13,7 @@ from relayline.stage.inbound import CREDIT_REPLY_BYTES, Inbound
 from relayline.stage.routes import Route, Upstream
 from relayline.stage.steps.runner import OUTBOX_STEPS_MAX
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import ProtocolError, StageLostError
+from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
 from relayline.wire.envelopes import envelope
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -109,6 +109,26 @@ async def test_a_stuck_neighbour_does_not_outlive_its_epoch(reads: bool) -> None
         async with asyncio.timeout(20):
             view = envelope.parse(await healthy.received.get())
         assert view.epoch == new.epoch
+
+
+async def test_a_route_that_cannot_begin_leaves_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(*_: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    async with downstream(1) as neighbour, served(0, 2) as stage, Coordinator(stage) as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.executor, "begin_route", stumble)
+            with pytest.raises(RelaylineError):
+                await one.configure(next_address=neighbour.address)
+        assert not [name for name in running() if name.startswith("RelayLink")]
+        await one.configure(next_address=neighbour.address)
+        assert [name for name in running() if name.startswith("RelayLink")], "it is what a link leaves running"
+
+
+def running() -> list[str]:
+    """Return the names of what runs."""
+    coroutines: list[Any] = [task.get_coro() for task in asyncio.all_tasks()]
+    return [coroutine.__qualname__ for coroutine in coroutines]
 
 
 async def test_credit_comes_back_for_decoded_and_dropped_frames(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from opentelemetry.trace import SpanKind
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common import bounds
 from relayline.wire.common.texts import counted
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
@@ -197,8 +198,8 @@ class RequestSpans:
         """
         records = self._telemetry.records(Level.BATCHES)
         for control in result.step.controls:  # in their order: a session may be opened and closed by one step
-            if records and control.flags & Flag.OPEN and control.options is not None and control.options.baggage:
-                self._baggage[control.session_key] = read_baggage(control.options.baggage)
+            if records and control.flags & Flag.OPEN:
+                self._open(control)
             if control.flags & Flag.CLOSE:
                 self._end(control.session_key)
         if not records:
@@ -224,6 +225,12 @@ class RequestSpans:
                 phase.passed(result.context, trace_id)
             if with_frames:
                 self._frame(phase, frame, result, name, offset_ns)
+
+    def _open(self, control: QueuedFrame) -> None:
+        """Remember the baggage. That of a refused session stays until its close, which may never come."""
+        is_full = len(self._baggage) >= bounds.SESSIONS_PER_LINK_MAX and control.session_key not in self._baggage
+        if control.options is not None and control.options.baggage and not is_full:
+            self._baggage[control.session_key] = read_baggage(control.options.baggage)
 
     def finish(self, route_id: int | None = None) -> None:
         """End the spans of a route whose epoch is over, or of all."""

@@ -8,6 +8,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from relayline.stage.observe.request_spans import EVENTS_MAX, LATEST_MAX, LINKS_MAX, RequestSpans, read_baggage
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common import bounds
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -142,6 +143,15 @@ def test_baggage_goes_with_a_session_that_is_opened_and_closed_by_one_step() -> 
     world.step(controls=(control(5, Flag.CLOSE),))
     (span,) = world.batches()
     assert "baggage.user" not in attributes_of(span)
+
+
+def test_baggage_of_sessions_that_are_refused_and_never_closed_is_bounded() -> None:
+    world = World()
+    for session_id in range(1, bounds.SESSIONS_PER_LINK_MAX + 9):
+        opening = control(session_id, Flag.OPEN)
+        opening.options = pb.SessionOptions(baggage=f"user={session_id}")
+        world.step(controls=(opening,))
+    assert len(world.requests._baggage) == bounds.SESSIONS_PER_LINK_MAX
 
 
 def test_baggage_of_the_open_stands_on_the_span() -> None:

@@ -14,13 +14,16 @@ import itertools
 import json
 import os
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
 from benches.peers import LIBRARIES
+from relayline.deploy.build import built_with
 from relayline.wire.common.places import cache_dir
 
 # Deviations of the logits. Products with quantised weights round activations to 8 bits, which makes differences in the
@@ -87,12 +90,12 @@ async def expected_answers(
     libraries: Path | None = None,
     adapter: Path | None = None,
 ) -> list[Answer]:
-    """Return the unsplit model's greedy answers; kept in the cache.
+    """Return the unsplit model's greedy answers; kept in the cache for this build of llama.cpp.
 
     `libraries`: the directory of the llama.cpp that computes them; None for the installed one. `adapter`: a LoRA file.
     """
-    more = [*([str(libraries)] if libraries else []), *([{"adapter": digest_of(adapter)}] if adapter else [])]
-    facts = json.dumps([model.name, prompts, n_tokens, *more]).encode()
+    build = str(libraries) if libraries else _installed_build()
+    facts = json.dumps([model.name, prompts, n_tokens, build, adapter and digest_of(adapter)]).encode()
     kept = cache_dir() / "bench-models" / f"{model.stem}-answers-{hashlib.sha256(facts).hexdigest()[:12]}.json"
     if not kept.exists():
         asked: dict[str, object] = {"greedy": list(prompts), "n_tokens": n_tokens, "n_threads": n_threads}
@@ -102,6 +105,11 @@ async def expected_answers(
         unfinished.write_text(json.dumps(answers))
         unfinished.rename(kept)
     return [tuple(answer) for answer in json.loads(kept.read_text())]
+
+
+def _installed_build() -> str:
+    mark = Path(sysconfig.get_path("platlib")) / built_with.MARK
+    return metadata.version("llama-cpp-python") + (mark.read_text() if mark.is_file() else "")
 
 
 async def score(

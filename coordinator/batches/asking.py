@@ -28,6 +28,7 @@ STREAMS_MAX = 4_096
 CONNECT_S = 30.0
 OVERHANG = 4  # one request in line for so many lanes, so that none is empty between two requests
 _PIECE_BYTES = 1 << 16
+_LANES_UNKNOWN = ("unknown", "starting", "loading", "dead")  # phases of a pipeline, and of one behind a gateway
 _JSON = {"Content-Type": "application/json"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # has no UTF-8, so it is escaped; all other text takes fewer bytes as it is
 
@@ -207,10 +208,11 @@ def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-async def lanes_of(session: aiohttp.ClientSession, url: str) -> int:
+async def lanes_of(session: aiohttp.ClientSession, url: str) -> int | None:
     """Return how many requests a server runs at once: of a relayline gateway the sum, 0 for one that does not tell.
 
-    Raises aiohttp.ClientError and OSError where nothing answers.
+    None where stages still load for the first time, and nobody knows yet. Raises aiohttp.ClientError and OSError where
+    nothing answers.
     """
     async with session.get(f"{url}/v1/pipeline") as response:
         try:
@@ -220,27 +222,30 @@ async def lanes_of(session: aiohttp.ClientSession, url: str) -> int:
     if response.status != 200 or not isinstance(found, dict):
         return 0
     every = found.get("pipelines") if found.get("kind") == "gateway" else [found]
-    counts = [each.get("lanes") for each in every or () if isinstance(each, dict)]
-    return sum(count for count in counts if isinstance(count, int))
+    described = [each for each in every or () if isinstance(each, dict)]
+    known = [each.get("lanes") for each in described if each.get("phase") not in _LANES_UNKNOWN]
+    return sum(count for count in known if isinstance(count, int)) if known or not described else None
 
 
 async def streams_at(
     session: aiohttp.ClientSession,
     url: str,
     terms: Terms,
-    on_away: Callable[[Exception], None],
+    on_wait: Callable[[Exception | None], None],
     sleep: Sleep = asyncio.sleep,
 ) -> int:
-    """Return how many requests to have in flight at a server, once it answers.
+    """Return how many requests to have in flight at a server, once it answers and has loaded.
 
-    `on_away` is called with the first failure. Raises aiohttp.ClientError and OSError where nothing answers within the
+    `on_wait` is called with the first failure, and with None for a server that loads. One that still loads after the
+    terms' `wait_s` is left to whoever asks it. Raises aiohttp.ClientError and OSError where nothing answers within the
     terms' `first_answer_s`. Raises at once for a certificate or a URL that is no good, and, at the first attempt, for a
     host that has no address; StartError there for http:// to a port that speaks TLS.
     """
     attempts, at_first = Attempts(time.monotonic()), dataclasses.replace(terms, wait_s=terms.first_answer_s)
+    loading = Attempts(time.monotonic())
     while True:
         try:
-            return streams_for(await lanes_of(session, url))
+            n_lanes = await lanes_of(session, url)
         except (aiohttp.ClientSSLError, aiohttp.InvalidURL):
             raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -250,7 +255,13 @@ async def streams_at(
             if wait_s is None:
                 raise
             if attempts.n_busy == 1:
-                on_away(error)
+                on_wait(error)
+        else:
+            wait_s = loading.next_wait_s(Trouble.BUSY, None, time.monotonic(), terms) if n_lanes is None else None
+            if wait_s is None:
+                return streams_for(n_lanes or 0)
+            if loading.n_busy == 1:
+                on_wait(None)
         await sleep(wait_s)
 
 

@@ -44,8 +44,8 @@ LOGGED_S = 60.0  # between two lines of it elsewhere
 @click.command("batch", short_help="Ask a file of requests, and write a file of answers.")
 @click.argument("requests", type=FileToRead(), metavar="IN.jsonl")
 @click.option(
-    *OUTPUT, "output", type=FileToWrite(), required=True, metavar="OUT.jsonl",
-    help="File of the answers. One that exists is gone on with.",
+    *OUTPUT, "output", type=FileToWrite(), default=None, metavar="OUT.jsonl",
+    help="File of the answers, needed without --check. One that exists is gone on with.",
 )  # fmt: skip
 @click.option(
     "--errors", type=FileToWrite(), default=None, metavar="FILE",
@@ -77,7 +77,7 @@ LOGGED_S = 60.0  # between two lines of it elsewhere
 )  # fmt: skip
 @url_option
 @key_option
-def batch_command(requests: Path, output: Path, url: str, api_key: str, **given: Any) -> int:
+def batch_command(requests: Path, output: Path | None, url: str, api_key: str, **given: Any) -> int:
     """Send the requests of a file in OpenAI's batch format to the pipeline that runs here, or to any OpenAI-compatible
     server, and write their answers in the order in which they end.
 
@@ -88,11 +88,13 @@ def batch_command(requests: Path, output: Path, url: str, api_key: str, **given:
     from relayline.coordinator.batches.input_file import check_input
 
     errors: Path | None = given["errors"]
+    if output is None and not given["check"]:
+        raise UsageError("name the file of the answers with -o OUT.jsonl, or only --check IN.jsonl")
     _check_files(requests, output, errors)
     if given["api_key_file"] is not None:
         api_key = _key_of(given["api_key_file"])
     known = check_input(requests, lambda n_lines: _say(f"checking {requests}: {counted(n_lines, 'line')}"))
-    if given["check"]:
+    if output is None or given["check"]:
         click.echo(f"{requests} has {counted(len(known.is_done), 'request')} and no mistake")
         return 0
     given |= {"headers": key_headers(api_key), "url": base_url(url)}
@@ -103,9 +105,10 @@ def batch_command(requests: Path, output: Path, url: str, api_key: str, **given:
         raise
 
 
-def _check_files(requests: Path, output: Path, errors: Path | None) -> None:
+def _check_files(requests: Path, output: Path | None, errors: Path | None) -> None:
     """Raise UsageError where a file has two roles."""
-    named = [("IN.jsonl", requests), ("--output", output), *([("--errors", errors)] if errors else [])]
+    given = (("IN.jsonl", requests), ("--output", output), ("--errors", errors))
+    named = [(role, path) for role, path in given if path is not None]
     for at, (role, path) in enumerate(named):
         for other_role, other in named[:at]:
             if path.exists() and other.exists() and path.samefile(other):
@@ -163,12 +166,14 @@ async def _ask(
     url = given["url"]
     async with client(given["headers"], client_tls(url)) as session:
 
-        def away(error: Exception) -> None:
-            again = f"trying again for {_duration(first_answer_s)}"
-            _say(f"{url} does not answer ({why_silent(error)}); {again}", is_last=True)
+        def waits(error: Exception | None) -> None:
+            why = "loads; the batch begins when it is ready"
+            if error is not None:
+                why = f"does not answer ({why_silent(error)}); trying again for {_duration(first_answer_s)}"
+            _say(f"{url} {why}", is_last=True)
 
         try:
-            usual = await streams_at(session, url, terms, away)  # also with --streams: is there a server at all?
+            usual = await streams_at(session, url, terms, waits)  # also with --streams: is there a server at all?
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise unanswered(url, error) from error
         n_streams = given["streams"] or usual

@@ -218,6 +218,7 @@ def test_waits_have_a_bound() -> None:
         ({"lanes": 8}, 8, 10),
         ({"kind": "gateway", "pipelines": [{"lanes": 3}, {"lanes": 1}, {"name": "away"}]}, 4, 5),
         ({"lanes": 1}, 1, 2),
+        ({"kind": "gateway", "pipelines": [{"phase": "sleeping", "lanes": 8}, {"phase": "loading"}]}, 8, 10),
         (["nonsense"], 0, STREAMS_ELSEWHERE),
         (None, 0, STREAMS_ELSEWHERE),
     ],
@@ -226,6 +227,24 @@ async def test_as_many_in_flight_as_lanes_and_a_few_in_line(described: Any, n_la
     async with served(described=described) as server, client({}, True) as session:
         assert await lanes_of(session, server.url) == n_lanes
     assert streams_for(n_lanes) == n_streams
+
+
+@pytest.mark.parametrize("is_gateway", [True, False])
+async def test_lanes_are_counted_once_the_stages_have_loaded(is_gateway: bool) -> None:
+    pipeline = {"phase": "loading", "lanes": 1}  # the coordinator knows of no more before its stages are there
+    described = {"kind": "gateway", "pipelines": [pipeline]} if is_gateway else pipeline
+    waits_s, told = list[float](), list[Exception | None]()
+
+    async def sleep(wait_s: float) -> None:
+        waits_s.append(wait_s)
+        if len(waits_s) == 2:
+            pipeline.update(phase="ready", lanes=8)
+
+    async with served(described=described) as server, client({}, True) as session:
+        assert await streams_at(session, server.url, Terms(), told.append, sleep) == streams_for(8)
+        pipeline["phase"] = "loading"
+        assert await streams_at(session, server.url, Terms(wait_s=0), told.append, sleep) == STREAMS_ELSEWHERE
+    assert (waits_s, told) == ([1.0, 2.0], [None])
 
 
 async def test_an_end_of_the_run_leaves_no_request_behind() -> None:

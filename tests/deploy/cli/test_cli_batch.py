@@ -154,7 +154,7 @@ def test_it_goes_on_after_a_kill(server: Server, tmp_path: Path) -> None:
         (["-o", "{dir}/out", "--errors", "{in}"], "--errors and IN.jsonl are the same file"),
         (["-o", "{dir}/out", "--api-key-file", "{in}"], "must have one API key and nothing else"),
         (["-o", "{dir}/out", "--url", "nowhere"], "is not a URL"),
-        ([], "Missing option '--output' / '-o' / '--out'"),
+        ([], "name the file of the answers with -o OUT.jsonl"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, more: list[str], says: str) -> None:
@@ -173,7 +173,7 @@ def test_a_bad_input_is_refused_before_the_first_request(server: Server, tmp_pat
     assert first.startswith(f"relayline: error: {path}, line 3: it is no JSON")
     assert second == f'relayline: error: {path}, line 4: its method is missing; it must be "POST"'
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    checked = relayline("batch", str(path), "-o", str(out), "--check")
+    checked = relayline("batch", str(path), "--check")
     assert (checked.returncode, checked.stdout) == (0, f"{path} has 2 requests and no mistake\n")
 
 

@@ -217,7 +217,7 @@ class Links:
             if backend in self.links:  # it may have been removed while it was asked
                 self.gate.heard(backend, asked_ns)
             if before is not backend.health:
-                log.info("pipeline %s is %s; its models: %s", backend.name, backend.health, ", ".join(backend.models))
+                log.info("pipeline %s is %s; its models: %s", backend.name, backend.state, ", ".join(backend.models))
         if backend.health is Health.DEAD and _is_silent(backend):
             link.lose()
 
@@ -234,7 +234,14 @@ class Links:
         is_asleep = found.phase == Phase.SLEEPING
         started_unix_s = models[0].created
         return Heard(
-            tuple(link.cards), is_ready, n_requests, found.lanes, started_unix_s, rests=rests, is_asleep=is_asleep
+            tuple(link.cards),
+            is_ready,
+            n_requests,
+            found.lanes,
+            started_unix_s,
+            rests=rests,
+            is_asleep=is_asleep,
+            phase=found.phase,
         )
 
     async def _put_to_sleep(self, backend: Backend) -> Told:

@@ -16,7 +16,9 @@ _LOADED, _LOADING, _UNLOADED = "loaded", "loading", "unloaded"
 _STATUS = {
     Health.READY.value: _LOADED,
     Phase.WAKING.value: _LOADING,
-    Health.PAUSED.value: _LOADING,
+    Phase.LOADING.value: _LOADING,
+    Phase.RECOVERING.value: _LOADING,
+    Phase.UNREACHABLE.value: _LOADING,
     Phase.DRAINING.value: _LOADED,
 }
 _EXIT_CODE = 1  # of a model that has failed: there is no process of its own that would have ended with another

@@ -63,6 +63,8 @@ class Heard:
     """Whether a request there waits for its stages to load, because it sleeps or wakes."""
     is_asleep: bool = False
     """Whether its stages hold nothing, and do not load either."""
+    phase: str = Phase.LOADING.value
+    """Its own word for its state, where a request does not start there."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,6 +81,7 @@ class Backend:
     def __init__(self, name: str) -> None:
         self.name = name
         self.health = Health.UNKNOWN
+        self._phase = Phase.LOADING.value  # as it was last heard
         self.is_leaving = False  # it gets no more requests, and is gone when those that it has have ended
         self.problem = ""
         self.models: tuple[str, ...] = ()  # stays when it dies: its model is not unknown then
@@ -107,7 +110,7 @@ class Backend:
             return Phase.DRAINING.value
         if self.health is Health.READY and self.rests:
             return (Phase.SLEEPING if self.is_asleep else Phase.WAKING).value
-        return self.health.value
+        return self._phase if self.health is Health.PAUSED else self.health.value
 
     def unread_tokens(self, asked: Asked) -> int:
         """Return how many tokens of the prompt this pipeline has not been sent before."""
@@ -132,7 +135,7 @@ class Backend:
         self._started_unix_s = heard.started_unix_s
         self.health = Health.READY if heard.is_ready else Health.PAUSED
         self.models, self.n_lanes, self.problem = heard.models, max(1, heard.n_lanes), ""
-        self.rests, self.is_asleep = heard.rests, heard.is_asleep
+        self._phase, self.rests, self.is_asleep = heard.phase, heard.rests, heard.is_asleep
         self.has_failed &= heard.is_asleep
         self.is_unloading &= not heard.is_asleep
         self.n_others = max(0, heard.n_requests - self.n_outstanding)

@@ -173,7 +173,7 @@ async def test_one_that_loads_is_told_to_sleep_once_it_can(tokenizer: Tokenizer)
         await world.ask("chat")
         first.ready, first.otherwise = False, Phase.LOADING
         first.refuses = AssertionError("it was told too early")
-        await until(world.session, a="paused")
+        await until(world.session, a="loading")
         other = asyncio.create_task(world.ask("small"))
         await world.until_waiting(1)
         first.ready, first.refuses = True, None

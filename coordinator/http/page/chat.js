@@ -12,7 +12,7 @@ const TURNS = `relayline.chat ${home}`; // behind a gateway each pipeline has it
 const KEPT_MAX = 4_000_000; // characters of a chat that a reload brings back; browsers take about five million
 const TOO_LONG = "context_length_exceeded";
 const NEAR = 160; // px: who has scrolled up by more than that reads, and is not scrolled
-const ENDS = { length: "cut at the longest answer", tool_calls: "calls a tool", stopped: "stopped by you", failed: "broke off", content_filter: "held back" };
+const ENDS = { length: "cut at the longest answer or the end of the context", tool_calls: "calls a tool", stopped: "stopped by you", failed: "broke off", content_filter: "held back" };
 
 function field(name, label, given, kind = "input") {
   const input = h(kind, { id: `chat-${name}`, ...given });

@@ -215,6 +215,7 @@ function showMachine(row, stage, state) {
   showHost(row, hostText(stage) || (health === "bad" ? "gone" : "not here yet"));
   say(row.cells[2], layers(stage.layers));
   say(row.cells[3], memoryText(stage));
+  row.cells[3].title = stage.memory_bytes ? `The host has ${bytes(stage.memory_bytes)}` : "";
   row.bar.style.width = percent(stage.busy_share || 0, 1).replace(" ", "");
   say(row.busy, percent(stage.busy_share));
   say(row.cells[5], fixed(stage.steps_per_s, stage.steps_per_s < 100 ? 1 : 0));
@@ -233,7 +234,7 @@ function memoryText(stage) {
   const tier = stage.tier && stage.tier.memory_bytes ? ` (${bytes(stage.tier.memory_bytes)} of it stored prefixes)` : "";
   if (stage.state === "sleeping") return `freed: ${bytes(stage.artifact_bytes)} of weights`;
   const own = stage.resident_bytes ? bytes(stage.resident_bytes) + tier : `${bytes(stage.artifact_bytes)} of weights`;
-  return stage.memory_free_bytes ? `${own}, ${bytes(stage.memory_free_bytes)} free of ${bytes(stage.memory_bytes)}` : own;
+  return stage.memory_free_bytes ? `${own}, ${bytes(stage.memory_free_bytes)} free` : own;
 }
 
 function linkRow() {

@@ -163,7 +163,7 @@ export function planView() {
   function showIfs() {
     const counts = computed.streams;
     const base = computed.plans[0];
-    say(note, computed.is_known ? "Predicted from each stage's measured steps, with the formula of the running scheduler. Memory is not checked here; relayline plan checks it." : "The stages have not measured their steps yet.");
+    say(note, computed.is_known ? "Predicted from each stage's measured steps, with the formula of the running scheduler. Memory is not checked here, but by the last command below." : "The stages have not measured their steps yet.");
     plans.hidden = false;
     ifs.replaceChildren(
       h("tr", null, h("th", { scope: "col" }, "Plan"), h("th", { scope: "col" }, "Layers"), counts.map((n) => h("th.n", { scope: "col" }, `${n} stream${n === 1 ? "" : "s"}`))),
@@ -186,9 +186,9 @@ export function planView() {
     invite.update(waiting);
     if (feed.facts.invites) lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}.` : "Every stage has joined."), invite.element);
     else if (feed.facts.enrol) {
-      const soft = waiting.length ? `Waiting for: ${waiting.join(", ")}. Where relayline up runs, this prints the line for that machine:` : "Every stage has joined. Where relayline up runs, this prints the line for one more machine:";
+      const soft = waiting.length ? `Waiting for: ${waiting.join(", ")}. On the machine that started the pipeline, this prints its line:` : "Every stage has joined. On the machine that started the pipeline, this prints the line of one more:";
       lines.push(h("p.soft", null, soft), codeBlock(waiting.length ? waiting.map((name) => `relayline invite ${name}`).join("\n") : "relayline invite NAME --host ADDRESS"));
-    } else if (isHereAlone) lines.push(h("p.soft", null, "Stages join on this machine alone. For others, name their stages in a manifest; relayline up prints the line for each machine:"), codeBlock("relayline init --model MODEL.gguf --hosts THIS-HOST,OTHER-HOST\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
+    } else if (isHereAlone) lines.push(h("p.soft", null, "Stages join on this machine alone. For others, name their stages in a manifest. The last of these commands prints the line for each machine:"), codeBlock("relayline init --model MODEL.gguf --hosts THIS-HOST,OTHER-HOST\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
     else if (join) {
       const names = waiting.length ? waiting : ["NAME"];
       lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}. On that machine:` : "Every stage has joined. To move a stage to another machine, end it and run there:"));
@@ -196,7 +196,7 @@ export function planView() {
       lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA:"));
       lines.push(codeBlock(`relayline certs issue CA-DIRECTORY HOST --stage ${names[0]}`));
     } else lines.push(h("p.soft", null, "This coordinator was started with the addresses of its stages. To let machines join by themselves, put them into a manifest and start it on the first one. It prints the line for each other machine:"), codeBlock("relayline init --model MODEL.gguf --hosts THIS-HOST,OTHER-HOST\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
-    lines.push(h("p.soft", null, "Other lanes or another context need a new start. relayline plan shows the memory that they need:"), codeBlock("relayline plan pipeline.yaml"));
+    lines.push(h("p.soft", null, "Other lanes or another context need a new start. This shows the memory that they need:"), codeBlock("relayline plan pipeline.yaml"));
     next.replaceChildren(...lines);
   }
 

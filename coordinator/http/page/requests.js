@@ -58,7 +58,7 @@ export function requestRows(open, wide = true) {
       row.item = item;
       row.stop.hidden = !isRunning || Boolean(frozen);
       row.dot.className = `dot ${item.state === "failed" || item.state === "paused" ? "bad" : isRunning ? "ok" : ""}`;
-      say(row.word, item.error ? item.error : item.choices > 1 ? `${item.state}, ${item.choices} choices` : item.state);
+      say(row.word, item.error ? item.error.replaceAll("_", " ") : item.choices > 1 ? `${item.state}, ${item.choices} choices` : item.state);
       row.meter.hidden = item.state !== "prefill";
       if (item.state === "prefill") row.bar.style.width = `${(100 * item.read_tokens) / Math.max(1, item.prompt_tokens)}%`;
       say(cells[2], item.state === "prefill" ? `${count(item.read_tokens)} of ${count(item.prompt_tokens)}` : count(item.prompt_tokens));

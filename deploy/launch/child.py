@@ -134,13 +134,13 @@ class Child:
         self._on_line(self.name, text)
 
     def _take_event(self, event: dict[str, Any]) -> bool:
-        """Pass on an event; returns False if it has no handler."""
+        """Pass on an event; returns False if it has no handler and belongs in the log."""
         if event["event"] == "ready" and not self.ready.done():
             self.ready.set_result(event)
         elif self._on_event is not None:
             self._on_event(event)
         else:
-            return False
+            return str(event["event"]) == "ready"  # again, with other layers: its log says so
         return True
 
     async def _watch(self) -> None:

@@ -20,6 +20,11 @@ for _ in range(1_000):
     print('{"event": "told"}')
 sys.exit(3)
 """
+MOVED = """
+print('{"event": "ready"}')
+print("layers switched")
+print('{"event": "ready"}')
+"""
 
 
 def refuse(kind: type[Exception]) -> Callable[..., None]:
@@ -30,19 +35,20 @@ def refuse(kind: type[Exception]) -> Callable[..., None]:
 
 
 @pytest.fixture
-def chatty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every Child run CHATTY in place of relayline."""
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every Child run a script in place of relayline."""
     start = asyncio.create_subprocess_exec
 
-    async def start_chatty(program: str, *_: str, **settings: Any) -> asyncio.subprocess.Process:
-        return await start(program, "-c", CHATTY, **settings)
+    async def start_script(program: str, *_: str, **settings: Any) -> asyncio.subprocess.Process:
+        return await start(program, "-c", request.param, **settings)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_chatty)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_script)
 
 
+@pytest.mark.parametrize("script", [CHATTY], indirect=True, ids=["chatty"])
 @pytest.mark.parametrize("kind", [BrokenPipeError, RuntimeError])
 async def test_a_child_is_not_held_up_by_the_reader_of_its_lines(
-    chatty: None, kind: type[Exception], caplog: pytest.LogCaptureFixture
+    script: None, kind: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Child("stage-0", (), refuse(kind), refuse(kind))
     await child.start()
@@ -55,3 +61,17 @@ async def test_a_child_is_not_held_up_by_the_reader_of_its_lines(
     assert child.exit_code == 3
     assert child.cause_of_death().startswith("stage-0 ended with exit code 3: xxx"), "the last lines are kept"
     assert ("could not be handled" in caplog.text) is (kind is RuntimeError)
+
+
+@pytest.mark.parametrize("script", [MOVED], indirect=True, ids=["moved"])
+async def test_what_a_stage_says_again_after_its_layers_moved_is_no_line_of_its_log(script: None) -> None:
+    lines: list[str] = []
+    child = Child("stage-0", (), lambda _, line: lines.append(line))
+    await child.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await child.exited.wait()
+    finally:
+        await child.stop(0)
+    assert child.ready.result() == {"event": "ready"}
+    assert lines == ["layers switched"]

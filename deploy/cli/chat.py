@@ -20,6 +20,7 @@ from relayline.wire.common.texts import printable
 ROUTE = "/v1/chat/completions"
 QUESTION_CHARS_MAX = 1 << 20  # of a question from a pipe; no context holds more
 TEMPERATURE_MAX = 2.0  # of OpenAI's API
+TEMPERATURE = 0.7  # as the page's chat; OpenAI's 1 is too much for small and quantised models
 GOES_ON = "\\"  # at the end of a line: the question has another one
 NEW, END, HELP = ("/new",), ("/exit", "/quit", "/bye"), ("/help", "/?")
 KEYS = "/new begins another chat, \\ at the end of a line adds a line, Ctrl-C stops an answer, Ctrl-D ends"
@@ -103,7 +104,10 @@ class Chat:
 @click.option("--system", default="", help="System message, before every chat.")
 @click.option("--model", type=Line("name"), default="", help="Which model answers, where the server has several.")
 @click.option("--max-tokens", type=IntRange(1), default=None, help="Most tokens of one answer.")
-@click.option("--temperature", type=FloatRange(0, TEMPERATURE_MAX), default=None, help="0: always the likeliest token.")
+@click.option(
+    "--temperature", type=FloatRange(0, TEMPERATURE_MAX), default=TEMPERATURE, show_default=True,
+    help="0: always the likeliest token.",
+)  # fmt: skip
 @url_option
 @key_option
 def chat_command(question: str | None, system: str, url: str, api_key: str, **given: Any) -> None:

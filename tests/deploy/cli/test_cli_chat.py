@@ -83,7 +83,7 @@ def test_one_question_prints_the_answer_alone() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello\n\\x1b[2Jyou\n", "")
     (body,) = server.bodies
     assert body["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
-    assert (body["max_tokens"], "temperature" in body, "model" in body) == (9, False, False)
+    assert (body["max_tokens"], body["temperature"], "model" in body) == (9, 0.7, False)
 
 
 @pytest.mark.parametrize(

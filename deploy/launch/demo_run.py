@@ -19,6 +19,7 @@ from rich.text import Text
 
 from relayline.deploy.launch.local import running
 from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.tell import line_of
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.texts import named_layers
 
@@ -87,6 +88,7 @@ async def watch(states: list[dict[str, Any]], work: asyncio.Future[Any], console
 
 def report(pipeline: dict[str, Any], states: list[dict[str, Any]], elapsed_s: float, console: Console) -> None:
     """Print, per stage, the histogram of batch sizes and the waits; then the throughput."""
+    console.print("\nHow many streams shared a step:")
     for stage in pipeline["stages"]:
         first, end = stage["layers"]
         waits = f"wait p50 {stage['wait_p50_ns'] / 1e6:.2f} ms, p95 {stage['wait_p95_ns'] / 1e6:.2f} ms"
@@ -95,7 +97,7 @@ def report(pipeline: dict[str, Any], states: list[dict[str, Any]], elapsed_s: fl
         most = max(counts.values(), default=1)
         for size in sorted(counts):
             bar = "█" * max(1, round(40 * counts[size] / most))
-            console.print(f"  {size:>2} {'session ' if size == 1 else 'sessions'} {bar} {counts[size]}")
+            console.print(f"  {size:>2} {'stream ' if size == 1 else 'streams'} {bar} {counts[size]}")
     tokens = sum(state["tokens"] for state in states)
     firsts = sorted(state["first_s"] for state in states)
     console.print(
@@ -104,12 +106,16 @@ def report(pipeline: dict[str, Any], states: list[dict[str, Any]], elapsed_s: fl
     )
 
 
+def _keep_in_logs(_name: str, _line: str) -> None:
+    """Show no line of a process: `relayline logs demo` does."""
+
+
 async def demo(*, keep: bool, directory: StateDir) -> None:
     """Run the whole demonstration; `directory` keeps its state."""
     console = Console()
     console.print(f"splitting {MODEL.name} into {N_STAGES} stages and starting them ...")
     manifest = with_stages(smallest_manifest(MODEL, "demo", ctx_tokens=512), StageFlags(N_STAGES), 0)
-    async with running(manifest, directory=directory) as (_, ready), aiohttp.ClientSession() as session:
+    async with running(manifest, _keep_in_logs, directory=directory) as (_, ready), aiohttp.ClientSession() as session:
         url, model = ready["url"], ready["model"]
         states: list[dict[str, Any]] = [
             {"index": i, "prompt": p, "text": "", "tokens": 0} for i, p in enumerate(PROMPTS)
@@ -124,15 +130,8 @@ async def demo(*, keep: bool, directory: StateDir) -> None:
         elapsed_s = time.monotonic() - began_s
         async with session.get(f"{url}/v1/pipeline") as response:
             report(await response.json(), states, elapsed_s, console)
-        console.print(
-            "\nTry it yourself with `relayline demo --keep`, then:" if not keep else f"\nServing {url}/v1; try:"
-        )
-        where = url if keep else "http://HOST:PORT"
-        console.print(
-            f"  curl {where}/v1/chat/completions -d "
-            f"""'{{"model":"{model}","messages":[{{"role":"user","content":"What does shutil.copytree do?"}}]}}'""",
-            soft_wrap=True,
-        )
-        if keep:
-            console.print("Ctrl-C ends it.")
-            await asyncio.Event().wait()
+        if not keep:
+            console.print("\n`relayline demo --keep` (`make demo KEEP=1`) serves on: the API, and a page with a chat.")
+            return
+        console.print(f"\n{line_of(ready, as_json=False)}\nCtrl-C ends it.", soft_wrap=True, markup=False)
+        await asyncio.Event().wait()

@@ -107,12 +107,17 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
         first, end = stage["layers"]
         lines.append(f"  {stage['name']:<{width}}  {named_layers(first, end):<14} ({end - first})  {_why(stage)}")
     equal, rate = planned["equal_tok_s"], planned["tok_s"]
-    line = f"  about {rate:.4g} tok/s at {counted(planned['streams'], 'stream')}"
+    line = f"  about {_rounded(rate)} tok/s at {counted(planned['streams'], 'stream')}"
     if equal:
-        line += f"; equal shares would give {equal:.4g}"
+        line += f"; equal shares would give {_rounded(equal)}"
     if planned["limit"]:
         line += f"; the limit is {planned['limit']}"
     return [*lines, line]
+
+
+def _rounded(rate: float) -> str:
+    """Return a predicted rate with as many digits as a prediction has."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _why(stage: Mapping[str, Any]) -> str:

@@ -161,10 +161,10 @@ def _definition(source: str, function: str) -> ast.FunctionDef:
 
 FIRST_STEPS = """\b
 First steps:
-  relayline demo                  three stages of a bundled model, no download
-  relayline up model.gguf         one machine; then `relayline chat`
-  relayline init --hosts A,B      a manifest for several; then `relayline up`
-  relayline COMMAND --help        what a command does, and its options
+  relayline demo                            three stages of a bundled model
+  relayline up MODEL                        one machine; then `relayline chat`
+  relayline init --model MODEL --hosts A,B  several; then `relayline up`
+  relayline COMMAND --help                  what a command does, and its options
 """
 
 

@@ -73,7 +73,7 @@ function notice(state) {
   } else if (state && state.loss) {
     const stage = state.loss.stage === null ? null : state.stages[state.loss.stage];
     const others = stage && typeof stage.takeover_in_s === "number" ? ", or when others have taken over its layers" : "";
-    const why = state.loss.why.replace(/^(stage \d+): /, "$1 reports that "); // a stage accuses its neighbour
+    const why = state.loss.why.replace(/^(stage \d+): /, "$1 reports that ").replace(/^stage \S+ left: /, ""); // a stage accuses its neighbour, or is named before
     text = `${stage ? `Stage ${stage.index}${stage.name ? ` (${stage.name})` : ""}` : "A stage"} is lost: ${why}. Running requests wait and go on when it is back${others}.`;
     isError = true;
   } else if (state && !frozen && state.phase in WAITS) {

@@ -59,7 +59,9 @@ def _read(order: Order) -> Read:
     try:
         body = decode_body(path.read_bytes(), MessageBatchBody)
         n_bytes = 0
-        with path.open("wb") as file:
+        # Not to be made anew: a coordinator that took the place of one that was killed may have removed it.
+        with path.open("r+b") as file:
+            file.truncate()
             for line in lines_of(body, order.n_requests_max):
                 n_bytes += len(line)
                 if n_bytes > order.n_bytes_max:

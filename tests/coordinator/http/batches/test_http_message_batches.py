@@ -17,6 +17,7 @@ from aiohttp import web
 from relayline.coordinator.batches.lines import LINE_BYTES_MAX
 from relayline.coordinator.batches.store import BatchStore
 from relayline.coordinator.http.batches import keeper as keepers
+from relayline.coordinator.http.batches import message_input
 from relayline.coordinator.http.batches.bodies import MessageBatchBody
 from relayline.coordinator.http.batches.keeper import Keeper
 from relayline.coordinator.http.batches.message_handlers import MessageBatchHandlers, _blocks
@@ -399,3 +400,17 @@ async def test_a_batch_that_is_deleted_meanwhile_cuts_no_results(tmp_path: Path)
     for path in paths:
         path.unlink()
     assert b"".join((first, *blocks)).count(b"\n") == 800
+
+
+def test_a_body_that_is_gone_is_not_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coordinator was killed meanwhile, and the next one has taken the torn file away."""
+    path = tmp_path / "file-1"
+    path.write_bytes(json.dumps({"requests": requests("a")}).encode())
+
+    def decode(raw: bytes, kind: type[MessageBatchBody]) -> MessageBatchBody:
+        path.unlink()
+        return decode_body(raw, kind)
+
+    monkeypatch.setattr(message_input, "decode_body", decode)
+    assert message_input._read(message_input.Order(str(path), 10, 1 << 20)).disk_problem
+    assert not path.exists()

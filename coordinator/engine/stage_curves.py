@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 if TYPE_CHECKING:
     from relayline.coordinator.engine.pipeline import Pipeline
+
+log = logging.getLogger("relayline.coordinator")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +58,14 @@ class CurveTelling:
             for name, stage, status in zip(names, held, statuses, strict=False)
             if status is not None and status.decode_curve
         ]  # fmt: skip
-        if len(found) == len(held):
+        if len(found) < len(held):
+            return
+        try:
             await asyncio.to_thread(on_curves, found)
+        except (RelaylineError, OSError) as error:
+            log.warning("the stages' measurements are not kept for the next plan: %s", error)
+        except Exception:  # a bug of ours, of which nobody else would hear: nothing waits for this task
+            log.exception("the stages' measurements are not kept for the next plan")
 
 
 def _points(points: Iterable[pb.CostPoint]) -> tuple[tuple[int, float], ...]:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,18 @@ import pytest
 from relayline.coordinator.engine.connection import Connection, EpochTerms, _costs_now, refresh_costs
 from relayline.coordinator.engine.descriptions import device_lines, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.engine.stage_curves import CurveTelling, StageCurves
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.wire.common.errors import ChecksumError, InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.errors import (
+    ChecksumError,
+    InternalError,
+    ModelFileError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+)
 from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -212,3 +221,24 @@ async def test_batches_are_moved_by_what_the_heartbeats_know(monkeypatch: pytest
     assert (known.batches[0].start_ns, known.batches[0].taken_ns) == (now_ns, now_ns - 9)
     assert known.batches[0].members[0].sent_ns == sent_ns, "the sender's clock"
     assert known.batches[1].taken_ns == 0, "of an older stage, which does not say"
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), ModelFileError("no such file"), ZeroDivisionError()])
+async def test_measurements_that_cannot_be_kept_are_told(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def status(*, with_recent: bool) -> pb.StatusResponse:
+        return pb.StatusResponse(decode_curve=[pb.CostPoint(n_rows=1, cost_ns=1)])
+
+    def keep(_: Sequence[StageCurves]) -> None:
+        raise error
+
+    pipeline: Any = SimpleNamespace(
+        config=SimpleNamespace(stage_names=("a",)),
+        file=SimpleNamespace(stages=[SimpleNamespace(layer_start=0, layer_end=4)]),
+        stages=[SimpleNamespace(status=status)],
+    )
+    telling = CurveTelling(pipeline, keep)
+    telling.begin()
+    assert telling._task is not None
+    await telling._task
+    await telling.close()
+    assert "the stages' measurements are not kept for the next plan" in caplog.text

@@ -130,8 +130,9 @@ class Backend:
 
     def heard(self, heard: Heard, now_ns: int) -> None:
         """Take a pipeline's report of itself."""
-        if heard.started_unix_s != self._started_unix_s:
+        if heard.started_unix_s != self._started_unix_s:  # a new process, which nobody has told to sleep either
             self._known.clear()
+            self.is_unloading = False
         self._started_unix_s = heard.started_unix_s
         self.health = Health.READY if heard.is_ready else Health.PAUSED
         self.models, self.n_lanes, self.problem = heard.models, max(1, heard.n_lanes), ""

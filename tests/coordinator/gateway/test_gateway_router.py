@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -286,3 +287,12 @@ def test_a_replica_that_sleeps_is_woken_once_the_others_have_no_free_lane() -> N
 def test_where_all_replicas_sleep_one_is_woken() -> None:
     router = router_of(a=Heard(("chat",), True, rests=True), b=Heard(("chat",), True, rests=True))
     assert router.choose(Asked("chat")) is router.backends[0]
+
+
+def test_a_restarted_pipeline_is_not_about_to_unload() -> None:
+    (a,) = router_of(a=READY).backends
+    a.is_unloading = True
+    a.heard(READY, 1)
+    assert a.is_unloading, "it waits for its requests"
+    a.heard(dataclasses.replace(READY, started_unix_s=2), 2)
+    assert not a.is_unloading

@@ -8,6 +8,7 @@ it, and the open of a session brings it back. If a position is picked again, the
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,8 @@ class Mirostat:
 
     def __init__(self, version: int, tau: float, eta: float, temperature: float, mu: float | None) -> None:
         """`mu` is None for a session that has picked nothing. `temperature` is above 0."""
-        self._version, self._tau, self._eta, self._temperature = version, tau, eta, temperature
+        self._version, self._tau, self._eta = version, tau, eta
+        self._temperature = min(temperature, sys.float_info.max)  # infinite, it would make NaN of forbidden tokens
         self._mus = [_as_f32(2 * tau if mu is None else mu)]  # before each of the latest positions, the next one last
         self._position: int | None = None  # of the next token; the first sample sets it
 

@@ -129,3 +129,14 @@ def test_a_mu_that_rises_without_end_keeps_every_token_and_comes_back() -> None:
     assert kept.size == N_VOCAB
     last = SessionSampler(SamplingOptions(seed=3, numbers=numbers | {"mirostat_mu": 1e6}), N_VOCAB)
     SamplingOptions(numbers=numbers | {"mirostat_mu": last.sample(logits, 0).mirostat_mu})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_infinite_temperature_allows_no_forbidden_token(version: int) -> None:
+    logits = next(rows())
+    logits[:450] = -np.inf
+    sampler = SessionSampler(SamplingOptions(temperature=np.inf, numbers={"mirostat": version}), N_VOCAB)
+    hottest = SessionSampler(SamplingOptions(temperature=1e300, numbers={"mirostat": version}), N_VOCAB)
+    picked = [sampler.sample(logits, position).token for position in range(20)]
+    assert min(picked) >= 450
+    assert picked == [hottest.sample(logits, position).token for position in range(20)]

@@ -288,7 +288,7 @@ def split_command(
     """Cut MODEL (a GGUF file, any of its shards, or their directory) into one artifact per stage."""
     if (stages is None) == (cuts is None):
         raise click.UsageError("give either --stages N or --cuts A,B,...")
-    with progress_bar() as (progress, was_used):
+    with progress_bar("splitting") as (progress, was_used):
         pipeline = split_model(
             model,
             out_dir,

@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import re
+from collections.abc import Mapping
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from relayline.deploy.manifest.model import HUB_SCHEME
 from relayline.deploy.models.hub_patience import answer_text, asked_s, is_busy
@@ -59,12 +61,31 @@ class _HubLines(logging.Handler):
             log.warning("the hub does not answer; trying again for up to half a minute")
 
 
+def headers_at(location: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return a request's headers for the address at which the hub says that a file is.
+
+    The token is for the hub, not for those who store its files. `url`: where the hub was asked.
+    """
+    from huggingface_hub import constants
+
+    known = {_origin(each) for each in (url, constants.ENDPOINT, constants.HUGGINGFACE_CO_URL_HOME)}
+    is_hub = _origin(location) in known
+    return {name: value for name, value in headers.items() if is_hub or name.lower() != "authorization"}
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").lower(), parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
 def explain_refusal(model: HubFile, file: str, revision: str, error: Exception) -> NoReturn:
     """Raise what a failure of the hub's client, of HTTP or of the system means for the user: ModelFileError, or
     UsageError for a name that cannot be one.
     """
     from huggingface_hub import errors
 
+    if isinstance(error, ModelFileError):
+        raise error
     where = f"{HUB_SCHEME}{model.repo}/{file}".rstrip("/")
     if isinstance(error, errors.GatedRepoError):
         text = f"{where}: its authors must grant access; ask on its page, then set HF_TOKEN"

@@ -15,6 +15,8 @@ from relayline.deploy.models.hub_reference import HubFile
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.common.places import cache_dir
 
+ENTRIES_MAX = 100_000  # of a repository: files and folders, as many as the hub itself recommends
+
 
 def with_file(model: HubFile, *, is_found: bool = False) -> HubFile:
     """Return the model with the name of its file, chosen by its quantisation. Raises ModelFileError.
@@ -39,6 +41,8 @@ def names_on_hub(model: HubFile) -> list[str]:
 
     try:
         return list(_listed(model.repo, model.revision))
+    except ModelFileError:
+        raise
     except Exception as error:  # of the hub's client, of HTTP, of the system
         is_answer = is_refusal(error) or isinstance(error, errors.HFValidationError)
         if is_answer or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
@@ -55,10 +59,18 @@ def names_on_hub(model: HubFile) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _listed(repo: str, revision: str) -> tuple[str, ...]:
-    """Return a repository's files, asked for once: `up` chooses a model among them, then looks for a projector."""
+    """Return a repository's files, asked for once: `up` chooses a model among them, then looks for a projector.
+
+    Raises ModelFileError for a list that can be none. Each page names the next, so it might have no end.
+    """
     import huggingface_hub
 
-    return tuple(huggingface_hub.HfApi().list_repo_files(repo, revision=revision or None))
+    names: dict[str, bool] = {}
+    for entry in huggingface_hub.HfApi().list_repo_tree(repo, recursive=True, revision=revision or None):
+        if not isinstance(entry.path, str) or entry.path in names or len(names) == ENTRIES_MAX:
+            raise ModelFileError(f"{HUB_SCHEME}{repo}: the hub's list of its files makes no sense; check HF_ENDPOINT")
+        names[entry.path] = isinstance(entry, huggingface_hub.hf_api.RepoFile)
+    return tuple(name for name, is_file in names.items() if is_file)
 
 
 def load_file(model: HubFile, file: str, revision: str) -> Path:

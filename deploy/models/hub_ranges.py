@@ -11,12 +11,12 @@ from typing import Any
 
 from relayline.coordinator.model.origin import Origin
 from relayline.deploy.manifest.model import HUB_SCHEME
-from relayline.deploy.models.hub_client import explain_refusal, first_line, is_refusal, set_up_hub
-from relayline.deploy.models.hub_download import headers_at
+from relayline.deploy.models.hub_client import explain_refusal, first_line, headers_at, is_refusal, set_up_hub
 from relayline.deploy.models.hub_patience import Patience, answer_text
 from relayline.deploy.models.hub_reference import HubFile
 from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import ModelFileError, NotReadyError
+from relayline.wire.common.texts import printable
 from relayline.wire.model_files.gguf_header import HEADER_BYTES_MAX, Tensor
 
 TRIES = 5  # in a row that bring nothing, where the network breaks
@@ -24,6 +24,7 @@ GIVE_UP_S = 5.0  # without a byte: after it no further request, where each takes
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 5.0
 NO_RUN = (-1, 0)
 REQUEST_BYTES_MAX = 4 << 30  # the hub's stores answer with some 50 GB at most
+_ETAG = re.compile(r"(?!\.+$)[^/\x00]{1,200}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 SKIPPED_BYTES_MAX = HEADER_BYTES_MAX  # of an answer that is the whole file, where a part was asked for
 
@@ -40,13 +41,20 @@ class Located:
 
 
 def locate(repo: str, file: str, revision: str) -> Located:
-    """Ask the hub for a file, just once. Raises the errors of huggingface_hub and of the network."""
+    """Ask the hub for a file, just once.
+
+    Raises the errors of huggingface_hub and of the network, and ModelFileError for a name of its content that cannot
+    be a file's, as caches need it.
+    """
     set_up_hub()
     from huggingface_hub import file_download
     from huggingface_hub.utils import build_hf_headers
 
     url, headers = file_download.hf_hub_url(repo, file, revision=revision or None), build_hf_headers()
     facts = file_download.get_hf_file_metadata(url, headers=headers, retry_on_errors=False)
+    if facts.etag is not None and not _ETAG.fullmatch(facts.etag):
+        text = f"the hub's name for its content, {printable(facts.etag, 40)!r}, cannot be used; check HF_ENDPOINT"
+        raise ModelFileError(f"{HUB_SCHEME}{repo}/{file}: {text}")
     headers = headers_at(facts.location, url, headers)
     return Located(facts.location, headers, facts.size, facts.etag or "", facts.commit_hash or revision)
 

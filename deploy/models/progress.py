@@ -1,4 +1,4 @@
-"""A bar on the terminal while a model is split."""
+"""A bar on the terminal while a model is loaded or split."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def error_console() -> Console:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str = "") -> Iterator[tuple[ProgressCallback, list[bool]]]:
+def progress_bar(what: str) -> Iterator[tuple[ProgressCallback, list[bool]]]:
     """Yield a callback that draws a bar if stderr is a terminal, and a list that is empty until it is called.
 
-    `what` is named before the bar. Nothing is drawn before the first call.
+    `what` is written before the bar. Nothing is drawn before the first call.
     """
     was_used: list[bool] = []
     console = error_console()
@@ -33,7 +33,7 @@ def progress_bar(what: str = "") -> Iterator[tuple[ProgressCallback, list[bool]]
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"splitting {escape(what)}".rstrip(), total=None, visible=False)
+        task = bar.add_task(escape(what), total=None, visible=False)
 
         def update(done_bytes: int, total_bytes: int) -> None:
             if not was_used:

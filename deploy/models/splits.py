@@ -43,7 +43,7 @@ def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, s
     if split_dir is None:
         split_dir = split_place(model, n_stages, cuts)
     seen = PRINTED if error_console().is_terminal else {}  # the bar says it there, and a line would break into the bar
-    with progress_bar(model.name) as (update, was_used):
+    with progress_bar(f"splitting {model.name}") as (update, was_used):
 
         def tell(done_bytes: int, total_bytes: int) -> None:
             if not was_used:

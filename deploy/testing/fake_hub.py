@@ -40,6 +40,7 @@ class Hub:
     is_down: bool = False  # every request gets 503
     on_part: Callable[[str, str], None] = lambda name, asked: None  # called with a file and the part that is asked for
     n_short: int = 0  # answers with a part of a file that say themselves that they hold half of it
+    n_pages: int = 0  # requests for a part of a file that get a page of a proxy, as of one that wants a login
     n_cuts: int = 0  # answers with a part of a file whose connection breaks before their end
     moved: dict[str, str] = dataclasses.field(default_factory=dict)  # repositories that have another name now
     commit: str = COMMIT
@@ -166,6 +167,9 @@ class _Store(_Answers):
         if asked and self.hub.n_busy:
             self.hub.n_busy -= 1
             return self._refuse_busy()
+        if asked and self.hub.n_pages:
+            self.hub.n_pages -= 1
+            return self._reply(200, {"Content-Type": "text/html"}, b"<html>Log in</html>")
         return self._send(name, asked)
 
     def _is_expired(self, signature: str, asked: str) -> bool:

@@ -11,8 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.deploy.models.hub_client import first_line
-from relayline.deploy.models.hub_download import headers_at
+from relayline.deploy.models.hub_client import first_line, headers_at
 from relayline.deploy.testing.fake_hub import COMMIT, Hub, serving
 from tests.support.hub_loads import forks_fixture, load
 from tests.support.shards import shard

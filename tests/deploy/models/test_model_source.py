@@ -325,7 +325,7 @@ def test_a_download_that_was_cut_short_goes_on_where_it_ended(hub: Hub, tmp_path
     code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf")
     assert code == 0, text
     assert Path(text).read_bytes() == body
-    assert hub.ranges == ["bytes=5000-"]
+    assert hub.ranges == [f"bytes=5000-{len(body) - 1}"]
 
 
 def test_a_download_outlives_its_address(hub: Hub, tmp_path: Path) -> None:
@@ -334,13 +334,49 @@ def test_a_download_outlives_its_address(hub: Hub, tmp_path: Path) -> None:
     blobs = tmp_path / "hub" / "models--org--repo" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / f"{hashlib.sha256(body).hexdigest()}.relayline").write_bytes(body[:5_000])
-    small = "from huggingface_hub import constants\nconstants.DOWNLOAD_CHUNK_SIZE = 4_096\n"
     program = AT_ONCE + "import sys\nsys.stderr = sys.stdout\n" + PROGRAM
-    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=small + program, HF_TOKEN="hf_secret")
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=program, HF_TOKEN="hf_secret")
     assert (code, hub.n_cuts, hub.n_tokens_leaked) == (0, 0, 0), text
     assert Path(text.splitlines()[-1]).read_bytes() == body
     assert len(hub.ranges) == 4
     assert "Signature" not in text
+
+
+@pytest.mark.parametrize("n_here", [0, 5_000])
+def test_a_page_of_a_proxy_is_no_part_of_a_download(hub: Hub, tmp_path: Path, n_here: int) -> None:
+    """Neither in place of what is here, nor behind it: both would cost the whole download."""
+    name, body = "org/repo/model.gguf", b"GGUF" + bytes(range(256)) * 64
+    hub.files[name], hub.n_pages = body, 1
+    partial = tmp_path / "hub" / "models--org--repo" / "blobs" / f"{hashlib.sha256(body).hexdigest()}.relayline"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(body[:n_here])
+    code, text = load(hub.url, tmp_path, f"hf://{name}")
+    assert (code, text.partition("cannot be downloaded: ")[2]) == (
+        3, "something else answers in its place; check the proxy, if there is one")  # fmt: skip
+    assert partial.read_bytes() == body[:n_here]
+    assert load(hub.url, tmp_path, f"hf://{name}")[0] == 0
+    assert hub.sent_bytes == len(body) - n_here
+
+
+@pytest.mark.parametrize("etag", ["", "..", "../../x"])
+def test_a_name_of_content_that_is_no_file_name_is_refused(hub: Hub, tmp_path: Path, etag: str) -> None:
+    body = hub.files["org/repo/model.gguf"]
+    hub.etags[id(body)] = body, etag
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf")
+    says = f"the hub's name for its content, {etag!r}, cannot be used; check HF_ENDPOINT"
+    assert (code, text) == (3, f"ModelFileError: hf://org/repo/model.gguf: {says}")
+    assert not [*tmp_path.rglob("x*"), *tmp_path.rglob("model.gguf")]
+
+
+def test_a_list_of_files_without_an_end_is_refused(hub: Hub, tmp_path: Path) -> None:
+    endless = (
+        "import huggingface_hub, itertools, types\n"
+        "def endless(*_, **__): return itertools.repeat(types.SimpleNamespace(path='a.gguf'))\n"
+        "huggingface_hub.HfApi.list_repo_tree = endless\n"
+    )
+    code, text = load(hub.url, tmp_path, "org/repo", program=endless + PROGRAM)
+    assert (code, text) == (
+        3, "ModelFileError: hf://org/repo: the hub's list of its files makes no sense; check HF_ENDPOINT")  # fmt: skip
 
 
 def test_a_store_that_refuses_is_one_line(hub: Hub, tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class MemberService(abc.ABC):
         """A membership has ended, or the same stage began another."""
 
     def _reason_to_end(self) -> RelaylineError:
-        return NotReadyError("the coordinator is shutting down")
+        return NotReadyError("the coordinator is shutting down; joining again once it is back")
 
     def _member_of(self, request: pb.FetchRequest) -> OpenMembership:
         """Return whose ticket a request shows. Raises StaleEpochError."""

@@ -218,7 +218,7 @@ async def test_a_coordinator_that_stops_in_order_costs_one_line_and_no_warning(
             await asyncio.sleep(0)
         shown = [each.message for each in caplog.records if each.levelno >= logging.INFO]
         assert [line for line in shown if line.startswith(lines)] == [
-            "membership ended: the coordinator is shutting down"
+            "membership ended: the coordinator is shutting down; joining again once it is back"
         ]
         assert [each.message for each in caplog.records if each.levelno > logging.INFO] == []
         await stage.stop()

@@ -71,10 +71,10 @@ def _nothing_here() -> str:
     """Return what `status` says where `up` has started nothing: also of which pipelines this host is a stage."""
     from relayline.stage.joining.enrol import memberships
 
-    joined = [
+    joined = dict.fromkeys(
         f"this host has joined the pipeline at {one.file.enrol} as {one.file.name}; its state: `relayline status` there"
         for one in memberships(joined_dir())
-    ]
+    )
     return "\n".join(["nothing runs here that `relayline up` started", *joined] if joined else ["nothing runs here"])
 
 

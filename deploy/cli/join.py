@@ -216,16 +216,20 @@ def _fits(file: JoinedFile | PendingFile, name: str, address: str) -> bool:
 
 
 def chosen(root: Path, name: str = "", address: str = "") -> Joined:
-    """Return the one membership of this host with this name and address (host:port); empty: any. Raises UsageError."""
+    """Return the one membership of this host with this name and address (host:port); empty: any. Raises UsageError.
+
+    Of several with the same name and address it is the newest: only one pipeline has that address at a time.
+    """
     from relayline.stage.joining.enrol import memberships
 
     found = memberships(root)
-    fits = [one for one in found if _fits(one.file, name, address)]
+    latest = {(one.file.name, one.file.enrol): one for one in found if _fits(one.file, name, address)}
+    fits = list(latest.values())
     if len(fits) == 1:
         return fits[0]
     known = ", ".join(f"{one.file.name} at {one.file.enrol}" for one in fits or found)
     if fits:
-        raise UsageError(f"this host has joined as {known}; name one of them")
+        raise UsageError(f"this host has joined as {known}; name one of them: relayline join HOST:PORT --name NAME")
     problem = f"has not joined that pipeline, only {known}" if known else "has not joined a pipeline yet"
     raise UsageError(
         f"this host {problem}; give the code or the whole line that `relayline up` printed: relayline join CODE, or "

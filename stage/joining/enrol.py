@@ -111,14 +111,15 @@ class Joined:
 
 
 def memberships(root: Path) -> list[Joined]:
-    """Return every membership of this host, by the names of their directories. Unreadable ones are left out."""
+    """Return every membership of this host, the oldest first. Unreadable ones are left out."""
     found = []
     for path in sorted(root.glob(f"*/{JOINED_FILE}")):
         try:
-            found.append(Joined(path.parent, msgspec.json.decode(path.read_bytes(), type=JoinedFile)))
+            file = msgspec.json.decode(path.read_bytes(), type=JoinedFile)
+            found.append((path.stat().st_mtime_ns, Joined(path.parent, file)))
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             log.warning("%s cannot be read and is ignored", path)
-    return found
+    return [joined for _, joined in sorted(found, key=lambda one: one[0])]
 
 
 def unfinished(root: Path) -> list[PendingFile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -14,11 +15,12 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.enrolment import new_token
 
 
-def remember(root: Path, name: str, enrol: str) -> None:
-    directory = root / f"{name}-{enrol.replace(':', '-')}"
+def remember(root: Path, name: str, enrol: str, digest: str = "digest", joined_s: int = 0) -> None:
+    directory = root / f"{name}-{enrol.replace(':', '-')}-{digest}"
     directory.mkdir(parents=True)
-    file = JoinedFile(name, enrol, enrol.replace("50049", "50050"), "digest")
+    file = JoinedFile(name, enrol, enrol.replace("50049", "50050"), digest)
     (directory / JOINED_FILE).write_bytes(msgspec.json.encode(file))
+    os.utime(directory / JOINED_FILE, (joined_s, joined_s))
 
 
 def refusal(*arguments: str | Path) -> str:
@@ -58,6 +60,18 @@ def test_without_a_token_one_membership_has_to_be_meant(tmp_path: Path) -> None:
         "the same join address means the same coordinator"
     )
     assert "has not joined that pipeline" in refusal("10.0.0.7:50049", "--state", tmp_path)
+
+
+def test_of_two_pipelines_at_one_address_the_latest_is_meant(tmp_path: Path) -> None:
+    for digest, joined_s in (("a", 1), ("b", 3), ("c", 2)):
+        remember(tmp_path, "laptop", "10.0.0.1:50049", digest, joined_s)
+    assert chosen(tmp_path).file.token == "b"
+    remember(tmp_path, "server", "10.0.0.1:50049", joined_s=4)
+    expected = (
+        "joined as laptop at 10.0.0.1:50049, server at 10.0.0.1:50049; name one of them: relayline join HOST:PORT"
+    )
+    assert expected in refusal("--state", tmp_path)
+    assert chosen(tmp_path, "laptop", "10.0.0.1:50049").file.token == "b"
 
 
 def test_a_membership_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:

@@ -106,7 +106,11 @@ def _status_text(facts: dict[str, Any], width: int | None = None) -> str:
 
 def _joining_lines(pipeline: str, entry: dict[str, Any]) -> list[str]:
     """Return what to run so that a stage of another host joins. The line of one that was added later is not kept."""
-    if entry["command"]:
+    words = entry["command"].split()
+    if entry["state"] == HostState.LOST and words[:2] == ["relayline", "join"]:  # its host has its certificate
+        again = f"relayline join {words[2]} --name {entry['name']}"
+        return [f"on {entry['host']}, unless it still runs there, run:", f"  {again}"]
+    if words:
         from relayline.deploy.launch.inviting import for_a_while
 
         short = [f"  {for_a_while(entry['short'], entry['short_until_unix_s'])}"] if entry["short"] else []

@@ -182,10 +182,13 @@ def launched_four(tmp_path: Path, *processes: ProcessRecord) -> Launched:
 def test_status_names_the_host_of_a_stage_that_was_added_while_serving_and_what_to_run_there(tmp_path: Path) -> None:
     records = [ProcessRecord(name, "stage", NOT_SEEN, HostState.WAITING) for name in ("later", "stranger")]
     known = ProcessRecord("server", "stage", "10.0.0.2", HostState.WAITING, command="relayline join X Y")
-    four = launched_four(tmp_path, *records, known)
+    lost = ProcessRecord(
+        "old", "stage", "10.0.0.3", HostState.LOST, command="relayline join 10.0.0.9:50049 TOKEN --relay"
+    )
+    four = launched_four(tmp_path, *records, known, lost)
     fresh_line(four, "later", "10.0.0.7")
     facts = describe(four)
-    assert [entry["host"] for entry in facts["processes"]] == ["10.0.0.7", NOT_SEEN, "10.0.0.2"]
+    assert [entry["host"] for entry in facts["processes"]] == ["10.0.0.7", NOT_SEEN, "10.0.0.2", "10.0.0.3"]
     text = _status_text(facts)
     assert "pid or host" in text
     line = "  on {}, run the line that `up` printed for {}; a new one:\n    relayline invite {} --pipeline four"
@@ -193,6 +196,8 @@ def test_status_names_the_host_of_a_stage_that_was_added_while_serving_and_what_
     assert re.search(r"\n    or, until \d\d:\d\d: relayline join \d{3}-\d{3}-\d{3}\n", text)
     assert line.format(NOT_SEEN, "stranger", "stranger") in text
     assert "  on 10.0.0.2, run:\n    relayline join X Y" in text
+    again = "  on 10.0.0.3, unless it still runs there, run:\n    relayline join 10.0.0.9:50049 --name old"
+    assert text.endswith(again), "its host has a certificate: no token"
 
 
 def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:

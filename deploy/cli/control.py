@@ -239,8 +239,8 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
 def logs_command(name: str | None, process: str | None, n_lines: int, follow: bool, state_dir: Path | None) -> None:
     """Show the last lines that each process of a pipeline logged, running or not.
 
-    PROCESS is coordinator, a stage's name, or up for the supervisor. Without it all processes are shown, each line with
-    its process.
+    PROCESS is coordinator, a stage's name, or up for the supervisor. Without it all processes are shown by time, each
+    line with its process.
     """
     from relayline.deploy.launch.control import find, launched
 
@@ -258,7 +258,7 @@ def logs_command(name: str | None, process: str | None, n_lines: int, follow: bo
 
 
 async def _show(pipeline: Launched, names: list[str], n_lines: int, *, follow: bool) -> None:
-    from relayline.deploy.launch.log_files import LogReader
+    from relayline.deploy.launch.log_files import LogReader, merged
 
     def show(name: str, line: str) -> None:
         print(f"[{name}] {line}" if len(names) > 1 else line, flush=True)  # also where stdout is closed
@@ -269,9 +269,9 @@ async def _show(pipeline: Launched, names: list[str], n_lines: int, *, follow: b
 
     readers = {name: LogReader(pipeline.directory.log(name)) for name in names}
     try:
-        for name, reader in readers.items():
-            for line in reader.last_lines(n_lines):
-                show(name, line)
+        last = [(name, reader.last_lines(n_lines), reader.changed_s()) for name, reader in readers.items()]
+        for name, line in merged(last):
+            show(name, line)
         if follow:
             await asyncio.gather(_end_unread(), *(go_on(name, reader) for name, reader in readers.items()))
     finally:

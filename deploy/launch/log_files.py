@@ -1,13 +1,16 @@
-"""Log files of launched processes: written line by line and rotated by size, read from the end, followed."""
+"""Log files of launched processes: written line by line and rotated by size, read from the end, merged, followed."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import datetime
+import heapq
 import logging
 import logging.handlers
 import os
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +18,8 @@ SUPERVISOR = "up"  # the name of the log of the launch itself
 LOG_BYTES_MAX = 8 << 20  # of one file; then it becomes .1
 LOG_OLD_FILES = 3  # .1 to .3; older ones are deleted
 FOLLOW_INTERVAL_S = 0.2  # between looks at a followed file: log lines are for people
+_CLOCK = re.compile(r'(?:\{"time": "(\d{4}-\d\d-\d\d)T)?(\d\d):(\d\d):(\d\d)')
+_OUT_OF_ORDER_S = 3600  # an earlier line with a clock later by more is of the day before
 
 
 class RotatedFile(logging.handlers.RotatingFileHandler):
@@ -81,6 +86,10 @@ class LogReader:
             else:
                 await asyncio.sleep(FOLLOW_INTERVAL_S)
 
+    def changed_s(self) -> float:
+        """Return the time of the last line, in seconds since 1970; 0 if there is none."""
+        return os.fstat(self._file.fileno()).st_mtime if self._file is not None else 0.0
+
     def _open(self) -> bool:
         if self._file is None:
             try:
@@ -99,6 +108,38 @@ class LogReader:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def merged(logs: Iterable[tuple[str, Sequence[str], float]]) -> Iterator[tuple[str, str]]:
+    """Yield a name and a line for each line of several logs, by time. A log: its name, its lines, when it changed last.
+
+    Lines without a time, as those of tracebacks, stay behind the one before them.
+    """
+    dated = (
+        [(when, name, line) for when, line in zip(_times(lines, at_s), lines, strict=True)]
+        for name, lines, at_s in logs
+    )
+    for _, name, line in heapq.merge(*dated, key=lambda one: one[0]):
+        yield name, line
+
+
+def _times(lines: Sequence[str], changed_s: float) -> list[int]:
+    """Return a time in seconds for each line of a log, which never goes back. Lines for people have no date."""
+    end = datetime.datetime.fromtimestamp(changed_s)
+    day, later_s = end.toordinal(), (end.hour * 60 + end.minute) * 60 + end.second
+    found: list[int | None] = []
+    for line in reversed(lines):
+        if (clock := _CLOCK.match(line)) is None:
+            found.append(None)
+            continue
+        date, *parts = clock.groups()
+        hours, minutes, seconds = map(int, parts)
+        clock_s = (hours * 60 + minutes) * 60 + seconds
+        day = datetime.date.fromisoformat(date).toordinal() if date else day - (clock_s > later_s + _OUT_OF_ORDER_S)
+        later_s = clock_s
+        found.append(day * 86_400 + clock_s)
+    latest = next((each for each in reversed(found) if each is not None), 0)
+    return [latest := max(latest, each or 0) for each in reversed(found)]
 
 
 def _is_still(path: Path, handle: int) -> bool:

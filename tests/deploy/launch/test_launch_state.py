@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import http.server
 import json
 import os
@@ -30,7 +31,7 @@ from relayline.deploy.launch import process_id
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
 from relayline.deploy.launch.leftovers import end_leftovers
-from relayline.deploy.launch.log_files import LogReader, LogWriter
+from relayline.deploy.launch.log_files import LogReader, LogWriter, merged
 from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
 from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
@@ -335,6 +336,17 @@ def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:
     assert last_lines(path, 3) == ["line 0092", "line 0093", "line 0094"]
     assert len(last_lines(path, 1_000)) > 10, "the rotated predecessor counts too"
     assert last_lines(tmp_path / "none.log", 5) == []
+
+
+def test_logs_are_merged_by_time_over_midnight() -> None:
+    up = ["23:59:58 info    starts", "00:00:01 error   ends", "Traceback: its reason"]
+    stage = ["no time", "12:00:00 info    a day before", "11:59:59 info    a little late", "00:00:00 info    joined"]
+    old = ['{"time": "2026-03-01T23:59:59.1+00:00", "message": "as JSON"}']
+    changed_s = datetime.datetime(2026, 3, 2, 0, 0, 1).timestamp()
+    logs = [("up", up, changed_s), ("b", stage, changed_s), ("c", old, changed_s), ("d", [], 0.0)]
+    expected = [*stage[:3], up[0], old[0], stage[3], *up[1:]]
+    assert [line for _, line in merged(logs)] == expected
+    assert [name for name, _ in merged(logs)] == ["b", "b", "b", "up", "c", "b", "up", "up"]
 
 
 async def test_following_survives_a_rotation(tmp_path: Path) -> None:

@@ -48,9 +48,7 @@ def load_blob(repo: str, file: str, revision: str) -> None:
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
     if not located.etag or located.size_bytes is None or (blobs / located.etag).exists():
         return
-    if (
-        located.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE
-    ):  # by the hub's Xet protocol alone, as huggingface_hub does
+    if located.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:  # huggingface_hub does, by the hub's Xet protocol
         return
     blobs.mkdir(parents=True, exist_ok=True)
     with _partial(blobs / f"{located.etag}.relayline") as partial:

@@ -1,9 +1,9 @@
 """States of lanes as files: one directory for each engine that can read them, one file for each state. Any thread.
 
-A file's name is its key; it begins with a head that states its length and hash. So a cut or changed file is detected
-when it is read, reported in one line, and removed. Files are written under another name and renamed, without waiting
-for the disk. Damage from a power cut is detected in the same way. A coordinator's note on a state lies beside it; who
-reads it checks it.
+A file's name is its key; it begins with a head that states its length and hash, and has a hash of its own. So a cut or
+changed file is detected when it is read, reported in one line, and removed. Files are written under another name and
+renamed, without waiting for the disk. Damage from a power cut is detected in the same way. A coordinator's note on a
+state lies beside it; who reads it checks it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from relayline.wire.common.bounds import NOTE_BYTES_MAX, STORED_STATES_MAX, STOR
 
 log = logging.getLogger("relayline.stage")
 
-_HEAD = struct.Struct("<8sQQQQ")  # magic, key, tokens, bytes of the state, their xxh3-64
-_MAGIC = b"rlstate1"
+_FACTS = struct.Struct("<8sQQQQ")  # magic, key, tokens, bytes of the state, their xxh3-64
+_SUM = struct.Struct("<Q")  # xxh3-64 of these: a stage tells of the tokens before it reads the state
+_HEAD_BYTES = _FACTS.size + _SUM.size
+_MAGIC = b"rlstate2"
 _SUFFIX, _NOTE_SUFFIX = ".state", ".note"
 _LOCK = "lock"
 State = npt.NDArray[np.uint8]
@@ -82,8 +84,8 @@ class TierDisk:
         paths = sorted(self._directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
         for path in paths:
             with path.open("rb") as file:
-                head = file.read(_HEAD.size)
-            if (read := _read_head(head)) is None or read[2] + _HEAD.size != path.stat().st_size:
+                read = _read_head(file.read(_HEAD_BYTES))
+            if read is None or path != self._path(read[0]) or read[2] + _HEAD_BYTES != path.stat().st_size:
                 _remove_damaged(path)
                 continue
             self._files[read[0]] = (read[1], path.stat().st_size)
@@ -117,7 +119,7 @@ class TierDisk:
 
     def fits(self, n_bytes: int) -> bool:
         """Return whether a state of this size could have a file."""
-        return _HEAD.size + n_bytes <= self._bytes_max
+        return _HEAD_BYTES + n_bytes <= self._bytes_max
 
     def keys(self) -> set[int]:
         """Return the keys of all states that have a file, or will have one."""
@@ -144,17 +146,17 @@ class TierDisk:
 
     def _write(self, key: int, n_tokens: int, state: State) -> None:
         partial = self._directory / f".{key:016x}.part"
-        head = _HEAD.pack(_MAGIC, key, n_tokens, state.nbytes, xxhash.xxh3_64_intdigest(state.data))
+        facts = _FACTS.pack(_MAGIC, key, n_tokens, state.nbytes, xxhash.xxh3_64_intdigest(state.data))
         gone: list[int] = []
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(head)
+                file.write(facts + _SUM.pack(xxhash.xxh3_64_intdigest(facts)))
                 file.write(state.data)
             with self._lock:
                 partial.replace(self._path(key))
                 self._drop_known(key)
-                self._files[key] = (n_tokens, _HEAD.size + state.nbytes)
-                self.n_bytes += _HEAD.size + state.nbytes
+                self._files[key] = (n_tokens, _HEAD_BYTES + state.nbytes)
+                self.n_bytes += _HEAD_BYTES + state.nbytes
                 gone = self._make_room()
             self._write_note(key)
         except OSError as error:
@@ -218,8 +220,8 @@ class TierDisk:
             self.forget(key)
             self.on_gone(key)
             return
-        read = _read_head(data[: _HEAD.size].tobytes())
-        state = data[_HEAD.size :]
+        read = _read_head(data[:_HEAD_BYTES].tobytes())
+        state = data[_HEAD_BYTES:]
         if read is None or read[0] != key or read[2:] != (state.nbytes, xxhash.xxh3_64_intdigest(state.data)):
             self.forget(key)
             _remove_damaged(path)
@@ -243,9 +245,10 @@ class TierDisk:
 
 def _read_head(head: bytes) -> tuple[int, int, int, int] | None:
     """Return key, tokens, bytes and hash; None if it is not a head."""
-    if len(head) != _HEAD.size:
+    facts, of_facts = head[: _FACTS.size], head[_FACTS.size :]
+    if len(head) != _HEAD_BYTES or _SUM.pack(xxhash.xxh3_64_intdigest(facts)) != of_facts:
         return None
-    magic, key, n_tokens, n_bytes, digest = _HEAD.unpack(head)
+    magic, key, n_tokens, n_bytes, digest = _FACTS.unpack(facts)
     return (key, n_tokens, n_bytes, digest) if magic == _MAGIC else None
 
 

@@ -236,7 +236,7 @@ def test_the_disk_has_its_own_bound(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "another's head"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "another's head", "tokens", "key"])
 def test_a_damaged_file_is_reported_in_one_line_and_removed(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,11 +250,16 @@ def test_a_damaged_file_is_reported_in_one_line_and_removed(
         del data[-100:]
     elif damage == "changed":
         data[-1] ^= 1
+    elif damage == "tokens":
+        data[23] ^= 0x80  # of a number that would not fit where a stage tells of it
+    elif damage == "key":
+        data[:] = data.replace((1).to_bytes(8, "little"), (3).to_bytes(8, "little"), 1)
     else:
         data[:8] = b"GGUFGGUF"
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
         tier = Tier(0, disk(tmp_path))
+        assert damage == "changed" or tier.stored() == {2: 20}, "of the others the head tells"
         assert brought_back(tier, 1) is None
         assert brought_back(tier, 2) == (20, 2)
     assert [record.message.count("is damaged") for record in caplog.records] == [1]

@@ -273,7 +273,7 @@ class BatchStore:
                 text = file.read(META_BYTES_MAX + 1)
             try:
                 found = msgspec.json.decode(text, type=kind)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise UsageError(f"{path} cannot be read: {error}; remove it, or give another directory") from None
             if self._meta(part, found.id) != path:
                 raise UsageError(f"{path} is not named after what it holds; remove it, or give another directory")

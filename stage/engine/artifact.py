@@ -403,7 +403,7 @@ def _read_pipeline(path: Path) -> _Pipeline:
         pipeline = msgspec.json.decode(path.read_bytes(), type=_Pipeline)
     except FileNotFoundError:
         raise ArtifactError(f"{path}: no such file; it belongs next to the stage artifacts") from None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path}: cannot be read: {error}") from None
     if pipeline.version != PIPELINE_VERSION:
         raise ArtifactError(f"{path}: version {pipeline.version}, this build reads {PIPELINE_VERSION}; split again")

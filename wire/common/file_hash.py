@@ -57,7 +57,7 @@ def sha256_of(path: Path, hashed: Hashed = lambda share: None, *, afresh: bool =
         stamp = msgspec.json.decode(_stamp_path(path).read_bytes(), type=_Stamp)
         if not afresh and stamp.is_of(status):
             return stamp.sha256
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         pass  # no stamp, or none that can be used: hash the file
     sha256 = _hash(path, status.st_size, hashed)
     remember_sha256(path, status, sha256)

@@ -59,7 +59,7 @@ def read_all(directory: Path, kind: type[T], what: str = "response") -> Iterator
         except _OtherVersionError as error:
             others.append(error.version)
             continue
-        except (_BadFileError, msgspec.MsgspecError, PermissionError) as error:
+        except (_BadFileError, msgspec.MsgspecError, UnicodeDecodeError, PermissionError) as error:
             left_out.append(f"{path}: {getattr(error, 'strerror', None) or error}")
             continue
         yield found

@@ -220,7 +220,7 @@ def _records(file: BinaryIO, n_bytes: int) -> tuple[list[TokenEvent], int]:
             break
         try:
             said = msgspec.msgpack.decode(file.read(end - at - _LENGTH_BYTES), type=list[_Said])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             break
         for each in said:
             event = TokenEvent(each.token, each.logprob, each.top, each.finish_reason, each.is_end_token)

@@ -69,11 +69,11 @@ def test_a_verified_file_is_hashed_once(stages: list[Path], monkeypatch: pytest.
     assert hashed == [stages[1]] * 2
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"size_bytes": 1}'])
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"size_bytes": 1}', b"not UTF-8"])
 def test_a_damaged_stamp_only_costs_a_hash(damage: bytes, stages: list[Path], tmp_path: Path) -> None:
     verify_artifact(stages[1])
     (stamp,) = (tmp_path / "cache" / "relayline" / "verified").iterdir()
-    stamp.write_bytes(damage)
+    stamp.write_bytes(stamp.read_bytes()[:-3] + b'\xff"}' if damage == b"not UTF-8" else damage)
     verify_artifact(stages[1])
 
 
@@ -109,6 +109,11 @@ def break_pipeline(stages: list[Path]) -> None:
     (stages[0].parent / "pipeline.json").write_text('{"version": 1, "stages": 3}')
 
 
+def blur_pipeline(stages: list[Path]) -> None:
+    path = stages[0].parent / "pipeline.json"
+    path.write_bytes(path.read_bytes().replace(b"stage-", b"stage\xff"))
+
+
 def newer_pipeline(stages: list[Path]) -> None:
     edit_pipeline(stages, lambda pipeline: pipeline.update(version=2))
 
@@ -136,6 +141,7 @@ def swapped(stages: list[Path]) -> None:
         (shorten_file, r"stage-1.gguf: \d+ bytes, but pipeline.json lists \d+"),
         (remove_pipeline, "pipeline.json: no such file"),
         (break_pipeline, "pipeline.json: cannot be read"),
+        (blur_pipeline, "pipeline.json: cannot be read"),
         (newer_pipeline, "pipeline.json: version 2, this build reads 1"),
         (unlist, "stage-1.gguf: pipeline.json in its directory does not list this file"),
         (of_another_split, "stage-1.gguf: is stage 1 of another split"),

@@ -372,9 +372,10 @@ def test_a_torn_upload_goes_and_a_directory_has_one_owner(tmp_path: Path) -> Non
     store = BatchStore(tmp_path)
     assert (list((tmp_path / "files").iterdir()), store.files) == ([], {})
     store.close()
-    (tmp_path / "batches" / "batch_1.json").write_text("{")
-    with pytest.raises(UsageError, match=r"batch_1\.json cannot be read"):
-        BatchStore(tmp_path)
+    for damaged in (b"{", b'{"id": "\xff"}'):
+        (tmp_path / "batches" / "batch_1.json").write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"batch_1\.json cannot be read"):
+            BatchStore(tmp_path)
     with pytest.raises(UsageError, match="cannot hold batches"):
         BatchStore(tmp_path / "lock")
 

@@ -111,6 +111,7 @@ def test_files_that_cannot_be_read_are_left_out_with_a_line_for_those_of_another
     (stored / id_of(6)).write_bytes(os.urandom(64))
     with (stored / id_of(7)).open("r+b") as file:
         file.truncate(kept_files.FILE_BYTES_MAX + 1)
+    (stored / id_of(9)).write_bytes(whole.replace(id_of(1).encode(), b"\xff" * len(id_of(1))))
     (stored / "notes.txt").write_text("somebody's own")
     (stored / f".{id_of(8)}.0123abcd").write_bytes(whole)  # of a writer that was killed
     assert ids_in(tmp_path) == [id_of(1)]
@@ -119,9 +120,9 @@ def test_files_that_cannot_be_read_are_left_out_with_a_line_for_those_of_another
         f"{stored} has responses in files of version 2, and this relayline reads version 1; left out: 1. "
         "They stay there: start the relayline that wrote them, or remove these files"
     )
-    assert torn.startswith("5 responses cannot be read and are left out, the first is")
+    assert torn.startswith("6 responses cannot be read and are left out, the first is")
     assert sorted(path.name for path in stored.iterdir()) == sorted(
-        ["notes.txt", *(id_of(number) for number in range(1, 8))]
+        ["notes.txt", *(id_of(number) for number in (*range(1, 8), 9))]
     ), "the torn one is gone; the others are for people to look at"
 
 
@@ -292,10 +293,13 @@ def test_a_long_list_is_written_some_entries_at_a_time() -> None:
         assert max(map(len, pieces)) < 1_010 * kept_files.ENTRIES_AT_ONCE
 
 
-def test_a_record_that_says_it_is_longer_than_the_file_is_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "record", [b"\xff" * 32, b"\0\0\0\x09\x91\x96\x01\xc0\x90\xa1\xff\xc2\0"], ids=["too long", "not UTF-8"]
+)
+def test_a_record_that_cannot_be_read_is_cut_off(record: bytes, tmp_path: Path) -> None:
     orders, path = OrderFiles(tmp_path), tmp_path / f"{id_of(1)}.tokens"
     orders.add(id_of(1), [TokenEvent(1, None, ())])
     whole = path.read_bytes()
-    path.write_bytes(whole + b"\xff" * 32)
+    path.write_bytes(whole + record)
     assert [event.token for event in orders.said(id_of(1))] == [1]
     assert path.read_bytes() == whole

@@ -40,8 +40,9 @@ class StopFinder:
             return ""
         if not self._stops:
             return text
-        text = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        text, n_before = self._held + text, len(self._held)  # what is held may hold a stop string that may not stop
+        starts = [(stop, text.find(stop, max(0, n_before - len(stop) + 1))) for stop in self._stops]
+        ends = [(at + len(stop), at) for stop, at in starts if at >= 0]
         if ends and may_stop:
             self.stopped, self._held = True, ""
             end, at = min(ends)

@@ -112,6 +112,13 @@ def test_a_stop_string_may_be_shown(shows: bool, text: str) -> None:
     assert assembler.stopped
 
 
+def test_a_stop_string_inside_one_that_may_come_does_not_count_later() -> None:
+    """`bc` was complete before its time; it is held back only because `abcd` may follow."""
+    assembler = TextAssembler(["abcd", "bc"])
+    early = assembler.push(b"abc", may_stop=False)
+    assert (early + assembler.push(b"x") + assembler.finish(), assembler.stopped) == ("abcx", False)
+
+
 def test_no_stop_string_counts_before_its_time() -> None:
     assembler = TextAssembler(["END"])
     early = "".join(assembler.push(piece, may_stop=False) for piece in (b"xEND", b"EN"))

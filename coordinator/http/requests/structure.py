@@ -131,7 +131,8 @@ def _ways(shape: Shape) -> Iterator[Shape]:
         schema = json.loads(shape.texts[0])
         if len(shape.texts[0]) <= CLOSED_CHARS_MAX:
             schema = closed(short_times(schema))
-        ways = [json.dumps(each) for each in (schema, *weaker(schema, is_strict=shape.is_strict))]
+        # Of most schemas several are the same, and a large one that cannot be followed takes a second each time.
+        ways = dict.fromkeys(json.dumps(each) for each in (schema, *weaker(schema, is_strict=shape.is_strict)))
     except (ValueError, RecursionError):  # `_checked` says so
         yield shape
         return

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from relayline.coordinator.http.requests import structure
 from relayline.coordinator.http.requests.bodies import CompletionBody, decode_body
 from relayline.coordinator.http.requests.structure import Shape, grammar_of, shape_of
 from relayline.coordinator.text import grammar_check
@@ -330,6 +331,20 @@ def test_a_grammar_that_cannot_be_followed_is_refused_in_one_line(kind: Any, tex
     assert reason in caught.value.message
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 600
+
+
+def test_the_same_replacement_of_a_schema_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying a large one that cannot be followed takes a second of all who have grammars."""
+    tried: list[str] = []
+
+    def refuse(grammar: str, **_: Any) -> tuple[str, str]:
+        tried.append(grammar)
+        return "", "no"
+
+    monkeypatch.setattr(structure.checker, "check", refuse)
+    with pytest.raises(InvalidRequestError):
+        grammar_of(Shape("response_format", "json", (json.dumps(PERSON),), is_strict=False))
+    assert len(tried) == len(set(tried)) == 2, "as it is, and leniently"
 
 
 def test_a_grammar_that_a_busy_host_does_not_check_in_time_is_no_mistake_of_its_client(

@@ -54,7 +54,8 @@ KERNELS = DEPLOY / "kernels"
 class Kernels(enum.Enum):
     """Whose kernels a build of llama.cpp has. The values are the options of CMake."""
 
-    SHIPPED = ("ggml_amx.cmake", "amx_batches.h", "amx_tile_config.h")  # without it the programs crash on AMX
+    # Without these the programs crash on AMX.
+    SHIPPED = ("ggml_amx.cmake", "amx_batches.h", "amx_operands.h", "amx_tile_config.h")
     OURS = (
         "kernels.cmake",
         "mode.cmake",

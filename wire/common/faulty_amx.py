@@ -9,7 +9,7 @@ _MENDED = "relayline_amx_batches"
 
 
 def amx_is_faulty(library: Any) -> bool:
-    """Return whether this build computes steps of several streams wrongly, in recurrent families and those with MLA.
+    """Return whether this build computes recurrent families wrongly and aborts with those that have latent attention.
 
     `library` is llama.cpp's, as ctypes loads it. True only in builds for processors with AMX.
     """

@@ -130,21 +130,31 @@ def compile_commands(
     return {entry["file"].rpartition("/src/")[2]: entry["command"] for entry in entries}
 
 
-def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
+AMX_HEADERS = {"ggml-cpu/amx/mmq.cpp": "amx_batches.h", "ggml-cpu/amx/amx.cpp": "amx_operands.h"}
+
+
+def headers_in(commands: dict[str, str]) -> dict[str, str]:
+    """Return which header of ours is ahead of which file."""
+    found = {name: re.search(r" -include \S*/(\S+)", command) for name, command in commands.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def test_the_headers_for_amx_are_ahead_of_its_files_alone(tmp_path: Path) -> None:
     need_gcc_for_amx()
     commands = compile_commands(tmp_path)
     assert len(commands) == len(SOURCES)
-    assert [name for name, command in commands.items() if "amx_batches.h" in command] == ["ggml-cpu/amx/mmq.cpp"]
+    assert headers_in(commands) == AMX_HEADERS
 
 
-def test_unpatched_peers_get_that_header_and_no_other_flag(tmp_path: Path) -> None:
+def test_unpatched_peers_get_those_headers_and_no_other_flag(tmp_path: Path) -> None:
     need_gcc_for_amx()
     included = f"-DCMAKE_PROJECT_ggml_INCLUDE={KERNELS / 'ggml_amx.cmake'}"
     macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
     commands = compile_commands(tmp_path, macros, included=included)
     assert sorted(commands) == sorted(SOURCES), "files of ours, or copies"
     changed = {name for name, command in commands.items() if re.search(r" -(include|fsched\S*|D\S*_llama) ", command)}
-    assert changed == {"ggml-cpu/amx/mmq.cpp"}
+    assert changed == set(AMX_HEADERS)
+    assert headers_in(commands) == AMX_HEADERS
 
 
 @pytest.mark.parametrize(
@@ -311,7 +321,7 @@ def test_the_switch_leaves_everything_but_the_headers_for_amx_out(
     assert any(name.endswith("attend_own_cells.cpp") for name in commands) == is_in
     assert any(renamed_by(commands, "llama").values()) == is_in
     assert any("sched-pressure" in command for command in commands.values()) == is_in
-    assert "amx_batches.h" in commands["ggml-cpu/amx/mmq.cpp"]
+    assert headers_in(commands) == AMX_HEADERS
     (mark,) = tmp_path.glob("build/**/relayline-build.txt")
     environment = os.environ | {"RELAYLINE_KERNELS": kernels}
     asked = built_with.kernels_asked(option, environment)

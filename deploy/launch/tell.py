@@ -53,8 +53,11 @@ def _ready_line(event: dict[str, Any]) -> str:
     if reached is not None and not reached:
         port = event["url"].rpartition(":")[2]
         note = f" (only for this machine; `--http 0.0.0.0:{port}` lets other hosts in)"
-    lines = [f"ready: {reached or event['url']}/v1{note}", f"page:  {_address(event)}/", "try it:"]
-    if event.get("chat", True) and not event.get("ranks") and event.get("role") != "gateway":
+    address = _address(event)
+    if reached is None and address != event["url"]:
+        note = " (also at the other addresses of this machine)"
+    lines = [f"ready: {address}/v1{note}", f"page:  {address}/", "try it:"]
+    if event.get("chat", True) and not event.get("ranks"):
         lines.append("  relayline chat")
     if asleep := event.get("asleep"):
         lines.insert(0, f"asleep, because {event['awake_max']} may be awake at once: {', '.join(asleep)}")

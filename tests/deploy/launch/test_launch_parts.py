@@ -441,6 +441,10 @@ def test_lines_for_people() -> None:
     assert line_of(everywhere, as_json=False).splitlines()[:2] == [
         "ready: http://10.0.0.9:8080/v1", "page:  http://10.0.0.9:8080/",
     ]  # fmt: skip
+    house = {"event": "ready", "role": "gateway", "url": "http://0.0.0.0:8000", "model": "m"}
+    first, *rest = line_of(house, as_json=False).splitlines()
+    assert first == "ready: http://127.0.0.1:8000/v1 (also at the other addresses of this machine)"
+    assert rest[:3] == ["page:  http://127.0.0.1:8000/", "try it:", "  relayline chat"]
     assert line_of(ready, as_json=True).startswith('{"event": "process"')
 
 

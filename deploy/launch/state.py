@@ -190,7 +190,7 @@ class StateDir:
             since = f" (pid {state.supervisor_pid}, for {age_s(state.supervisor):.0f} s)"
         return (
             f"{name} is already running{since}; see `relayline status {name}`, end it with `relayline down {name}`, "
-            f"or start another one with --name"
+            f"or start another one with `relayline up --name`"
         )
 
     def load(self) -> LaunchState | None:

@@ -24,7 +24,7 @@ from relayline.coordinator.model.pipeline_file import PipelineFile, StageFile
 from relayline.coordinator.model.split import planned_stage
 from relayline.deploy.manifest.model import HUB_SCHEME
 from relayline.deploy.models.hub_client import explain_refusal, is_refusal
-from relayline.deploy.models.hub_files import commit_note, headers_dir, headers_place, with_file
+from relayline.deploy.models.hub_files import commit_note, headers_dir, headers_place, noted_commit, with_file
 from relayline.deploy.models.hub_headers import kept_whole, read_headers
 from relayline.deploy.models.hub_patience import Patience, is_away
 from relayline.deploy.models.hub_ranges import HubWeights, Located, locate
@@ -53,7 +53,7 @@ def hollow_model(reference: str, sha256: str = "", *, is_found: bool = False) ->
     if (kept := kept_whole(model)) is not None:
         return resolve_model(str(kept), sha256)
     place = headers_place(model.repo)
-    commit, located = (_noted(model), None) if is_found else ("", None)
+    commit, located = (noted_commit(model), None) if is_found else ("", None)
     if not commit:
         commit, located = _asked(model)
     directory = place / commit / PurePosixPath(model.file).parent
@@ -89,12 +89,6 @@ def opener(model: Path | None) -> OpenUnread | None:
     return open_unread
 
 
-def _noted(model: HubFile) -> str:
-    """Return the commit that a model's revision meant the last time; empty if that is not known."""
-    note = commit_note(model)
-    return note.read_text(errors="replace").strip() if note.is_file() else ""
-
-
 def _asked(model: HubFile) -> tuple[str, Located | None]:
     """Return the commit that a model's revision means, and where the first file is: on the hub, or where it cannot be
     asked, the last time.
@@ -103,7 +97,7 @@ def _asked(model: HubFile) -> tuple[str, Located | None]:
     """
     from huggingface_hub.errors import HFValidationError
 
-    file, known = model.shards()[0], _noted(model)
+    file, known = model.shards()[0], noted_commit(model)
     try:
         asked = functools.partial(locate, model.repo, file, model.revision)
         located = asked() if known else Patience().ask(asked, threading.Event(), is_away)

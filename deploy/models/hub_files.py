@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,6 +16,7 @@ from relayline.deploy.models.hub_reference import HubFile
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.common.places import cache_dir
 
+_COMMIT = re.compile(r"(?!.*\.\.)[\w.-][\w./-]{0,199}", re.ASCII)  # or a revision, of a hub that names no commit
 ENTRIES_MAX = 100_000  # of a repository: files and folders, as many as the hub itself recommends
 
 
@@ -103,16 +105,24 @@ def commit_note(model: HubFile) -> Path:
     return headers_place(model.repo) / "refs" / quote(model.revision or "main", safe="")
 
 
+def noted_commit(model: HubFile) -> str:
+    """Return the commit that a model's revision meant the last time; empty if that is not known, or damaged."""
+    try:
+        commit = commit_note(model).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return commit if _COMMIT.fullmatch(commit) else ""
+
+
 def _kept_names(model: HubFile) -> list[str]:
     """Return the files of a repository that are here: whole in the hub's cache, or headers."""
     return _whole_names(model) or _header_names(model)
 
 
 def _header_names(model: HubFile) -> list[str]:
-    try:
-        directory = headers_place(model.repo) / commit_note(model).read_text(errors="replace").strip()
-    except OSError:
+    if not (commit := noted_commit(model)):
         return []
+    directory = headers_place(model.repo) / commit
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.gguf"))
 
 

@@ -90,6 +90,11 @@ def test_the_commit_is_asked_for_once(hub: Hub, model: Path, tmp_path: Path) -> 
         assert load(hub.url, tmp_path, known, program=found) == first
     assert hub.asked == []
     assert load(hub.url, tmp_path / "other", name, program=found)[0] == 0, "where nothing is known it is asked for"
+    (note,) = tmp_path.glob("cache/relayline/headers/org--repo/refs/main")
+    for damaged in (b"\0" * 41, b"x" * 5_000, b""):  # as a power cut may leave it
+        note.write_bytes(damaged)
+        assert load(hub.url, tmp_path, name, program=found) == first
+        assert note.read_text() == COMMIT
 
 
 def test_new_content_has_a_place_of_its_own(hub: Hub, model: Path, tmp_path: Path) -> None:

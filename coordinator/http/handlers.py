@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import secrets
 import time
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import hdrs, web
 
+from relayline.coordinator.answers.reader import random_call_id
 from relayline.coordinator.http.edge.clients import check_may_use, tenant_of
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.edge.record import RECORD
@@ -16,13 +18,13 @@ from relayline.coordinator.http.llama.settings import default_settings
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.dialects import ChatDialect, CompletionDialect, Header
 from relayline.coordinator.http.replies.job import Job, make_job, unpacked_prompts
-from relayline.coordinator.http.replies.observe import note_input, note_plan, note_prompts, wants_content
+from relayline.coordinator.http.replies.observe import note_input, note_plan, note_prompts
 from relayline.coordinator.http.replies.reply import run
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests import validation
 from relayline.coordinator.http.requests.chat_form import ChatForm
 from relayline.coordinator.http.requests.plan import Plan
-from relayline.coordinator.http.workers.prepared import Prepared, unpacked
+from relayline.coordinator.http.workers.prepared import Prepared, PromptRoute, unpacked
 from relayline.coordinator.observe import metrics
 from relayline.coordinator.observe.targets import targets
 from relayline.wire.common.phase import Phase
@@ -106,24 +108,15 @@ class Handlers:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         service = self._service
-        self._check_taken(request)
-        prepared = await service.prepared("completions", request, content=wants_content(service.observer, request))
-        plan = await service.shaped(prepared, request)
-        header = self._header("cmpl", prepared.model, plan)
-        job = await self._job(request, prepared, plan, header, "prompt", None)
-        return await run(request, service, job, CompletionDialect(header, service.speller, plan.n_logprobs))
+        job, _ = await self._asked("completions", request, f"cmpl-{secrets.token_hex(16)}", "prompt")
+        return await run(request, service, job, CompletionDialect(job.header, service.speller, job.plan.n_logprobs))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         service = self._service
-        self._check_taken(request)
-        prepared = await service.prepared("chat", request, content=wants_content(service.observer, request))
-        plan = await service.shaped(prepared, request)
-        header = self._header("chatcmpl", prepared.model, plan)
-        form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
-        job = await self._job(request, prepared, plan, header, "messages", form)
-        n_top, has_tools = plan.n_logprobs, plan.offered is not None
-        return await run(request, service, job, ChatDialect(header, service.speller, n_top, has_tools=has_tools))
+        job, _ = await self._asked("chat", request, f"chatcmpl-{secrets.token_hex(16)}", "messages")
+        n_top, has_tools = job.plan.n_logprobs, job.plan.offered is not None
+        return await run(request, service, job, ChatDialect(job.header, service.speller, n_top, has_tools=has_tools))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: text to token ids, or to ids with their pieces."""
@@ -169,19 +162,46 @@ class Handlers:
         }
         return json_response(msgspec.json.encode(fields))
 
+    async def _asked(
+        self, route: PromptRoute, request: web.Request, id: str, param: str, raw: bytes | None = None
+    ) -> tuple[Job, bytes]:
+        """Return a request's job, and msgpack of the fields of its body that the answer repeats. Raises its errors.
+
+        `id`: of the answer. `param`: the field that holds the prompt. `raw`: the body, where it has been read.
+        """
+        if raw is None:
+            self._check_taken(request)
+        prepared = await self._service.prepared(route, request, raw)
+        plan = await self._service.shaped(prepared, request)
+        return await self._job(request, prepared, plan, id, int(time.time()), param), prepared.answer_options
+
     async def _job(
         self,
         request: web.Request,
         prepared: Prepared,
         plan: Plan,
-        header: Header,
+        id: str,
+        created: int,
         param: str,
-        form: ChatForm | None,
+        new_call_id: Callable[[], str] = random_call_id,
     ) -> Job:
-        """Note a prepared request and lay out its choices. Raises ModelNotFoundError."""
-        service = self._service
+        """Note a prepared request and lay out its choices. `created`: unix seconds. Raises ModelNotFoundError."""
+        service, form = self._service, None
         self._check_may_use(request, prepared.model)
-        note_plan(service.observer, request, plan, prepared.model, header.id)
+        header = Header(
+            id=id,
+            created=created,
+            model=prepared.model,
+            fingerprint=service.fingerprint,
+            include_usage=plan.include_usage,
+            return_token_ids=plan.return_token_ids,
+            n_prompt_logprobs=plan.n_prompt_logprobs,
+            service_tier=plan.service_tier or msgspec.UNSET,
+        )
+        if not prepared.is_plain:
+            splits, is_thinking = plan.splits_reasoning, prepared.is_thinking
+            form = ChatForm(service.conversation, plan.offered, splits, is_thinking, new_call_id)
+        note_plan(service.observer, request, plan, prepared.model, id)
         prompts = await unpacked_prompts(prepared)
         prediction = unpacked(prepared.prediction)
         note_prompts(request, prepared.start_ns, prepared.end_ns, [len(prompt.tokens) for prompt in prompts])
@@ -216,15 +236,3 @@ class Handlers:
             more = [name for name, is_taken in (("image", takes.images), ("audio", takes.audio)) if is_taken]
             model.architecture = shapes.ModelArchitecture(("text", *more))
         return model
-
-    def _header(self, prefix: str, model: str, plan: Plan) -> Header:
-        return Header(
-            id=f"{prefix}-{secrets.token_hex(16)}",
-            created=int(time.time()),
-            model=model,
-            fingerprint=self._service.fingerprint,
-            include_usage=plan.include_usage,
-            return_token_ids=plan.return_token_ids,
-            n_prompt_logprobs=plan.n_prompt_logprobs,
-            service_tier=plan.service_tier or msgspec.UNSET,
-        )

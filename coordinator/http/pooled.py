@@ -43,7 +43,7 @@ class PooledHandlers(Handlers):
         """
         self._check_taken(request)
         service = self._service
-        prepared = await service.read_in(route, request, await request.read())
+        prepared = await service.prepared(route, request)
         self._check_may_use(request, prepared.model)
         prompts = [prompt.tokens for prompt in await unpacked_prompts(prepared)]
         name = f"embd-{secrets.token_hex(16)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from typing import Literal
 
 import msgspec
@@ -14,7 +13,6 @@ from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.llama.dialect import LlamaDialect
-from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
 from relayline.coordinator.http.requests.lora import listed
 from relayline.wire.common.errors import OverloadedError
@@ -64,13 +62,8 @@ class LlamaHandlers(Handlers):
 
     async def _answer(self, route: Literal["llama", "infill"], request: web.Request) -> web.StreamResponse:
         service = self._service
-        self._check_taken(request)
-        prepared = await service.read_in(route, request, await request.read())
-        plan = await service.shaped(prepared, request)
-        name = f"cmpl-{secrets.token_hex(16)}"
-        header = Header(name, int(time.time()), prepared.model, service.fingerprint, False, True)
-        job = await self._job(request, prepared, plan, header, "prompt", None)
-        options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
+        job, repeated = await self._asked(route, request, f"cmpl-{secrets.token_hex(16)}", "prompt")
+        options = msgspec.msgpack.decode(repeated, type=AnswerOptions)
         n_prompts = [len(prompt.tokens) for prompt in job.prompts]
-        dialect = LlamaDialect(header, service.speller, plan.n_logprobs, options, n_prompts)
+        dialect = LlamaDialect(job.header, service.speller, job.plan.n_logprobs, options, n_prompts)
         return await run(request, service, job, dialect.of_choices(len(job.requests)))

@@ -21,12 +21,10 @@ from relayline.coordinator.http.embeddings.vectors import ollama_reply, ollama_v
 from relayline.coordinator.http.ollama import models
 from relayline.coordinator.http.ollama.asking import OllamaPullBody, OllamaShowBody, is_only_loading, unloads
 from relayline.coordinator.http.ollama.dialect import CONTENT_TYPE, OllamaDialect
-from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests import validation
 from relayline.coordinator.http.requests.bodies import decode_body
-from relayline.coordinator.http.requests.chat_form import ChatForm
 from relayline.coordinator.http.sleep_handlers import SleepControl
 from relayline.wire.common.errors import NotServedError
 from relayline.wire.common.phase import Phase
@@ -108,17 +106,10 @@ class OllamaHandlers(EmbeddingHandlers):
         raw = await request.read()
         if len(raw) <= SMALL_BYTES_MAX and is_only_loading(raw):
             return await self._loaded(request, raw)
-        prepared = await service.read_in(route, request, raw)
-        plan = await service.shaped(prepared, request)
-        name = f"chatcmpl-{secrets.token_hex(16)}"
-        header = Header(name, int(time.time()), prepared.model, service.fingerprint, False, False)
         is_chat = route == "ollama_chat"
-        form = None
-        if not prepared.is_plain:
-            form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
         param = "messages" if is_chat else "prompt"
-        job = await self._job(request, prepared, plan, header, param, form)
-        dialect = OllamaDialect(header, service.speller, plan.n_logprobs, is_chat=is_chat, clock=_now)
+        job, _ = await self._asked(route, request, f"chatcmpl-{secrets.token_hex(16)}", param, raw)
+        dialect = OllamaDialect(job.header, service.speller, job.plan.n_logprobs, is_chat=is_chat, clock=_now)
         return await run(request, service, job, dialect, dialect.form)
 
     async def _loaded(self, request: web.Request, raw: bytes) -> web.StreamResponse:

@@ -19,7 +19,7 @@ from relayline.coordinator.http.replies.media import Media
 from relayline.coordinator.http.replies.observe import note_grammar, wants_content
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.workers.body_pool import BodyPool, find_style
-from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting_of, unpacked
+from relayline.coordinator.http.workers.prepared import Asked, Prepared, PromptRoute, setting_of, unpacked
 from relayline.coordinator.http.workers.preparing import as_sent
 from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.media.parts import TEXT_ALONE, Takes
@@ -31,19 +31,6 @@ from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError, NotServedError
 from relayline.wire.common.versions import version_of
 
-OtherForm = Literal[
-    "responses",
-    "messages",
-    "counted",
-    "transcriptions",
-    "ollama_chat",
-    "ollama_generate",
-    "llama",
-    "infill",
-    "embeddings",
-    "rerank",
-    "score",
-]
 _READING = ("embeddings", "rerank", "score", "counted")  # routes that write no text
 
 
@@ -83,17 +70,6 @@ class Service:
         """What chats may hold besides text."""
         return TEXT_ALONE if self.media is None else self.media.takes
 
-    async def prepared(self, route: Literal["completions", "chat"], request: web.Request, *, content: bool) -> Prepared:
-        """Return a body after reading, checking and tokenising by a worker.
-
-        Raises the body's error. `content`: with its prompts as JSON, for telemetry.
-        """
-        self._check_writes(route)
-        asked = Asked(route, self.generator.ctx_tokens, random_seed(), content)
-        raw = await request.read()
-        answer = await self.pool.ask(client_of(request), asked, raw)
-        return await self._with_media(request, msgspec.msgpack.decode(answer, type=Prepared))
-
     def _check_writes(self, route: str) -> None:
         """Raise NotServedError where a reranker is asked to write."""
         if self.tokenizer.n_labels and route not in _READING:
@@ -118,20 +94,23 @@ class Service:
             n_tokens += await self.media.count(client_of(request), prepared.media) - len(prepared.media)
         return n_tokens
 
-    async def read_in(
+    async def prepared(
         self,
-        route: OtherForm,
+        route: PromptRoute,
         request: web.Request,
-        raw: bytes,
+        raw: bytes | None = None,
         n_context: int = 0,
         *,
         is_counted: bool = False,
         seed: int | None = None,
     ) -> Prepared:
-        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
-        refers to. The media of one that `is_counted` are left as they are. `seed`: if the body has none; else any.
+        """Return a request's body after reading, checking and tokenising by a worker. Raises the body's error.
+
+        `raw`: the body, where it has been read; its first `n_context` bytes are the context that it refers to. The
+        media of one that `is_counted` are left as they are. `seed`: if the body has none; else any.
         """
         self._check_writes(route)
+        raw = await request.read() if raw is None else raw
         is_counted |= route == "counted"
         content = wants_content(self.observer, request)
         # A text that is only counted may be longer than any stream.

@@ -16,10 +16,8 @@ from relayline.coordinator.http.conversations.store import Turn
 from relayline.coordinator.http.edge.clients import CLIENT
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.handlers import Handlers
-from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
 from relayline.coordinator.http.replies.service import Service
-from relayline.coordinator.http.requests.chat_form import ChatForm
 from relayline.coordinator.http.responses.asking import AnswerOptions
 from relayline.coordinator.http.responses.background import Background
 from relayline.coordinator.http.responses.context import Contexts
@@ -48,20 +46,17 @@ class MakingHandlers(Handlers):
         service, again = self._service, request.get(AGAIN)
         with contextlib.ExitStack() as turns:
             sent, turn = await self._sent(request, turns)
-            prepared = await service.read_in("responses", request, sent.raw, sent.n_context, seed=sent.seed)
+            prepared = await service.prepared("responses", request, sent.raw, sent.n_context, seed=sent.seed)
             options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
             promised = sent if options.background else None
             del sent  # a long body
             plan = await service.shaped(prepared, request)
             id, created = (new_id("resp"), int(time.time())) if again is None else (again.id, again.order.created)
-            header = Header(id, created, prepared.model, service.fingerprint, True, False)
-            splits, is_thinking = plan.splits_reasoning, prepared.is_thinking
-            form = ChatForm(service.conversation, plan.offered, splits, is_thinking, call_ids_of(id))
-            job = await self._job(request, prepared, plan, header, "input", form)
-            put = functools.partial(self._keep, asyncio.get_running_loop(), header.id, request.get(CLIENT, ""), options)
+            job = await self._job(request, prepared, plan, id, created, "input", call_ids_of(id))
+            put = functools.partial(self._keep, asyncio.get_running_loop(), id, request.get(CLIENT, ""), options)
             keep = put if options.store and not options.background else _forget
             n_top = plan.n_logprobs
-            dialect = ResponsesDialect(header, service.speller, n_top, options, lambda: int(time.time()), keep)
+            dialect = ResponsesDialect(job.header, service.speller, n_top, options, lambda: int(time.time()), keep)
             if promised is not None:
                 running = await promised_job(self._background, service, request, job, dialect, options, promised, turn)
                 del promised
@@ -91,7 +86,7 @@ class MakingHandlers(Handlers):
         raw = await request.read()
         wanted = await self._contexts.references(request, raw)
         sent = await self._contexts.sent(raw, wanted, request.get(CLIENT, ""))
-        prepared = await self._service.read_in("responses", request, sent.raw, sent.n_context, is_counted=True)
+        prepared = await self._service.prepared("responses", request, sent.raw, sent.n_context, is_counted=True)
         n_tokens = await self._service.n_counted(request, prepared)
         return json_response(b'{"object":"response.input_tokens","input_tokens":%d}' % n_tokens)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import time
 
 import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http.handlers import Handlers
-from relayline.coordinator.http.replies.dialects import Header
 from relayline.coordinator.http.replies.reply import run
-from relayline.coordinator.http.requests.chat_form import ChatForm
 from relayline.coordinator.http.transcriptions.asking import AnswerOptions
 from relayline.coordinator.http.transcriptions.dialect import TranscriptionDialect
 from relayline.wire.common.errors import NotServedError
@@ -26,16 +23,9 @@ class TranscriptionHandlers(Handlers):
         if not service.takes.audio:
             text = "this model takes no audio; transcriptions need a projector that does, see --mmproj"
             raise NotServedError(text)
-        self._check_taken(request)
-        prepared = await service.read_in("transcriptions", request, await request.read())
-        plan = await service.shaped(prepared, request)
-        form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
-        header = Header(
-            f"transcription-{secrets.token_hex(12)}", int(time.time()), prepared.model, service.fingerprint, True, False
-        )
-        job = await self._job(request, prepared, plan, header, "file", form)
-        options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
+        job, repeated = await self._asked("transcriptions", request, f"transcription-{secrets.token_hex(12)}", "file")
+        options = msgspec.msgpack.decode(repeated, type=AnswerOptions)
         response = await run(request, service, job, TranscriptionDialect(options.response_format))
-        if options.response_format == "text" and not plan.stream:
+        if options.response_format == "text" and not job.plan.stream:
             response.content_type, response.charset = "text/plain", "utf-8"
         return response

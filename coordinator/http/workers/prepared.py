@@ -18,18 +18,25 @@ from relayline.coordinator.media.parts import TEXT_ALONE, MediaFile, Takes
 from relayline.coordinator.text.chat import CallForm, ChatTemplate
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 
-OtherChat = Literal["responses", "messages", "counted", "transcriptions", "ollama_chat"]
-Route = Literal[
-    "style",
+PromptRoute = Literal[
     "completions",
+    "chat",
+    "responses",
+    "messages",
+    "counted",
+    "transcriptions",
+    "ollama_chat",
+    "ollama_generate",
+    "llama",
+    "infill",
     "embeddings",
     "rerank",
     "score",
-    "llama",
-    "infill",
-    "chat",
-    OtherChat,
-    "ollama_generate",
+]
+"""Of bodies that become prompts: each is answered by a `Prepared`."""
+Route = Literal[
+    PromptRoute,
+    "style",
     "references",
     "conversation",
     "conversation_items",
@@ -129,7 +136,7 @@ class Prepared(Struct):
     end_ns: int
     answer_options: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
     media: list[MediaFile] = []  # of a chat; in its prompt, -1 represents the first, -2 the second
-    is_plain: bool = False  # a prompt, where its route has chats as well
+    is_plain: bool = False  # a prompt, and no chat
     rows: Any = ()  # ImageRows in place of these, once the coordinator has put them in
 
     @property

@@ -139,11 +139,9 @@ class Preparer:
         try:
             if isinstance(found, Inner):
                 return self._prepared_chat(work, found.chat)
-            prepared = self._completed(work, found, has_limit=False)
+            return self._completed(work, found, has_limit=False)
         except InvalidRequestError as error:
             raise ollama_asking.rename(error) from None
-        prepared.is_plain = True
-        return prepared
 
     def _model_of(self, body: GenerationBody) -> str:
         limits = self._setting.limits
@@ -182,6 +180,7 @@ class Preparer:
             input_json=_messages_json(texts),
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
+            is_plain=True,
         )
 
     def _of_other_dialect(self, work: Work) -> Prepared:

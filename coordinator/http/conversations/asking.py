@@ -12,10 +12,10 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from relayline.coordinator.http.requests.bodies import decode_body
-from relayline.coordinator.http.requests.inner_form import Fields, as_json, each_checked
+from relayline.coordinator.http.requests.inner_form import Fields, each_checked, json_bytes
 from relayline.coordinator.http.responses.asking import messages_of
 from relayline.coordinator.http.responses.bodies import Metadata
-from relayline.coordinator.http.responses.items import kept_items
+from relayline.coordinator.http.responses.items import KeptItem, kept_items
 from relayline.wire.common.errors import InvalidRequestError
 
 ITEMS_AT_ONCE_MAX = 20  # of one body, as OpenAI has it
@@ -45,7 +45,7 @@ class ConversationUpdateBody(Struct):
 class Told(Struct):
     """The contents of such a body."""
 
-    items: list[tuple[str, bytes]] = []  # (id, JSON)
+    items: list[KeptItem] = []
     metadata: bytes = b"{}"  # JSON
 
 
@@ -68,11 +68,11 @@ def read_update(raw: bytes | bytearray) -> bytes:
     return msgspec.msgpack.encode(Told(metadata=_written(body.metadata)))
 
 
-def _checked(sent: list[dict[str, Any]]) -> list[tuple[str, bytes]]:
+def _checked(sent: list[dict[str, Any]]) -> list[KeptItem]:
     items: list[Fields] = each_checked(sent, "items", lambda item, _: dict(item))
     messages_of(items, "items")
     return kept_items(items)
 
 
 def _written(metadata: Metadata | UnsetType | None) -> bytes:
-    return as_json(metadata or {}).encode("utf-8", "replace")
+    return json_bytes(metadata or {})

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from relayline.coordinator.http.conversations.store import Conversation
-from relayline.coordinator.http.responses.kept_files import VERSION, in_pieces, read_all, remove_torn, write
+from relayline.coordinator.http.responses.items import KeptItem
+from relayline.coordinator.http.responses.kept_files import VERSION, in_pieces, load, write
 from relayline.wire.common.bounds import CONVERSATIONS_BYTES_MAX, CONVERSATIONS_MAX
 
 
@@ -19,7 +20,7 @@ class _ConversationFile(msgspec.Struct, kw_only=True):
     owner: str
     created: int
     metadata: bytes
-    items: list[tuple[str, bytes]]
+    items: list[KeptItem]
 
 
 class ConversationFiles:
@@ -32,17 +33,8 @@ class ConversationFiles:
         """Return all, the one that was changed longest ago first. Older ones than may be in memory go. Raises
         OSError.
         """
-        remove_torn(self.path)
-        found: list[Conversation] = []
-        n_bytes = 0
-        for file in read_all(self.path, _ConversationFile, "conversation"):  # the latest first
-            conversation = Conversation.of(file.id, file.owner, file.created, file.metadata, file.items)
-            n_bytes += conversation.n_bytes
-            if len(found) >= CONVERSATIONS_MAX or n_bytes > CONVERSATIONS_BYTES_MAX:
-                self.drop(conversation.id)
-            else:
-                found.append(conversation)
-        return found[::-1]
+        bounds = (CONVERSATIONS_MAX, CONVERSATIONS_BYTES_MAX)
+        return load(self.path, _ConversationFile, _conversation_of, bounds, self.drop, "conversation")
 
     def put(self, conversation: Conversation) -> None:
         """Write a conversation as it is now. Raises OSError."""
@@ -58,3 +50,7 @@ class ConversationFiles:
     def drop(self, id: str) -> None:
         """Forget a conversation. Raises OSError."""
         (self.path / id).unlink(missing_ok=True)
+
+
+def _conversation_of(file: _ConversationFile) -> Conversation:
+    return Conversation.of(file.id, file.owner, file.created, file.metadata, file.items)

@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from relayline.coordinator.http.conversations.store import Conversation, ConversationStore, Kept, Turn
+from relayline.coordinator.http.conversations.store import Conversation, ConversationStore, Turn
 from relayline.coordinator.http.edge.errors import using_disk
+from relayline.coordinator.http.responses.items import KeptItem
 from relayline.coordinator.http.responses.keeper import ResponseKeeper
 from relayline.wire.common.errors import InvalidRequestError
 
@@ -98,7 +99,7 @@ class Conversations:
         await self.settled()  # what was written meanwhile may have had the item
         return rest
 
-    async def add(self, turn: Turn, items: Sequence[Kept]) -> None:
+    async def add(self, turn: Turn, items: Sequence[KeptItem]) -> None:
         """Add a whole answer and its input within a response's turn, before its client sees that it has ended."""
         if not turn.add(items):
             log.warning("a response adds nothing to %s: it is gone, or would be larger than all may be", turn.id)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
+from relayline.coordinator.http.responses.items import KeptItem
 from relayline.coordinator.http.responses.store import ITEM_BYTES
 from relayline.wire.common.bounds import (
     CONVERSATION_BYTES_MAX,
@@ -29,8 +30,6 @@ from relayline.wire.common.errors import (
     InvalidRequestError,
 )
 
-Kept = tuple[str, bytes]  # an item: its id and its JSON
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
@@ -44,7 +43,7 @@ class Conversation:
     items_bytes: int
 
     @classmethod
-    def of(cls, id: str, owner: str, created: int, metadata: bytes, items: Iterable[Kept]) -> Self:
+    def of(cls, id: str, owner: str, created: int, metadata: bytes, items: Iterable[KeptItem]) -> Self:
         """Return one with these items."""
         found = dict(items)
         return cls(id, owner, created, metadata, found, sum(map(_n_bytes, found.values())))
@@ -54,7 +53,7 @@ class Conversation:
         """Its contents."""
         return self.items_bytes + len(self.metadata)
 
-    def with_items(self, items: Sequence[Kept]) -> Conversation:
+    def with_items(self, items: Sequence[KeptItem]) -> Conversation:
         """Return it with these at the end, without those that it has: a response may end again after a crash."""
         new = [(id, item) for id, item in items if id not in self.items]
         n_bytes = sum(_n_bytes(item) for _, item in new)
@@ -101,7 +100,7 @@ class Turn:
         """The response goes on without its request."""
         self._is_detached = True
 
-    def add(self, items: Sequence[Kept]) -> bool:
+    def add(self, items: Sequence[KeptItem]) -> bool:
         """Add the items of a whole answer and of what it answers. Return whether they are there."""
         return self._store.answered(self, items)
 
@@ -151,7 +150,7 @@ class ConversationStore:
         first = next(others)
         return next((id for id in itertools.chain((first,), others) if id not in self._turns), first)
 
-    def add(self, id: str, owner: str, items: Sequence[Kept]) -> Conversation:
+    def add(self, id: str, owner: str, items: Sequence[KeptItem]) -> Conversation:
         """Add items. Raises ConversationNotFoundError, ConversationLockedError, InvalidRequestError."""
         grown = self.unlocked(id, owner).with_items(items)
         if len(grown.items) > CONVERSATION_ITEMS_MAX or grown.n_bytes > CONVERSATION_BYTES_MAX:
@@ -195,7 +194,7 @@ class ConversationStore:
         turn = self._turns[id] = Turn(self, id)
         return turn
 
-    def answered(self, turn: Turn, items: Sequence[Kept]) -> bool:
+    def answered(self, turn: Turn, items: Sequence[KeptItem]) -> bool:
         """Add the items of a turn; return whether they are there. See `Turn.add`."""
         if self._turns.get(turn.id) is not turn:
             return False  # the conversation is gone

@@ -75,6 +75,11 @@ def as_json(value: Any) -> str:
         raise InvalidRequestError("the body is not acceptable JSON: nested too deeply") from None
 
 
+def json_bytes(value: Any) -> bytes:
+    """Return compact JSON with question marks for halves of characters. Raises InvalidRequestError as `as_json`."""
+    return as_json(value).encode("utf-8", "replace")
+
+
 def read_object(raw: bytes | bytearray) -> Fields:
     """Return the fields of a body as plain values. Raises InvalidRequestError. `raw` has been decoded once before."""
     try:

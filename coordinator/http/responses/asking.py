@@ -13,9 +13,9 @@ from relayline.coordinator.http.requests.custom_tools import arguments_of
 from relayline.coordinator.http.requests.inner_form import (
     Fields,
     Inner,
-    as_json,
     chat_of,
     each_checked,
+    json_bytes,
     one_of,
     read_object,
     renamed,
@@ -29,7 +29,7 @@ from relayline.coordinator.http.responses.bodies import (
     conversation_id,
     is_hosted,
 )
-from relayline.coordinator.http.responses.items import kept_items
+from relayline.coordinator.http.responses.items import KeptItem, kept_items
 from relayline.coordinator.sessions.tenants import tier_of
 from relayline.coordinator.text.places import PLACE
 from relayline.wire.common.errors import InvalidRequestError
@@ -66,7 +66,7 @@ class AnswerOptions(Struct):
     """The fields that the answer to a body repeats."""
 
     echo: bytes  # JSON object
-    input_items: list[tuple[str, bytes]]  # (id, JSON)
+    input_items: list[KeptItem]
     store: bool
     background: bool
     previous_response_id: str | None
@@ -122,7 +122,7 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
     except InvalidRequestError as error:
         raise renamed(error, _NAMES) from None
     options = AnswerOptions(
-        _echo(body, left_out).encode("utf-8", "replace"),
+        _echo(body, left_out),
         _named_items(items) if body.conversation is None else kept_items(items),
         body.store is not False,
         body.background is True,
@@ -156,13 +156,13 @@ def _input_items(body: ResponsesBody, context: Context) -> list[Fields]:
     return each_checked(body.input, "input", found)
 
 
-def _named_items(items: Sequence[Fields]) -> list[tuple[str, bytes]]:
+def _named_items(items: Sequence[Fields]) -> list[KeptItem]:
     """Return items as their ids and their JSON; one without an id is named after its place."""
     named = [
         item if isinstance(item.get("id"), str) else {"id": None, **item} | {"id": f"item_{at}"}
         for at, item in enumerate(items)
     ]
-    return [(item["id"], as_json(item).encode("utf-8", "replace")) for item in named]
+    return [(item["id"], json_bytes(item)) for item in named]
 
 
 def _fields(body: ResponsesBody, tools: list[Fields], tool_choice: Any) -> Fields:
@@ -374,7 +374,7 @@ def _echoed(tool: Fields) -> Fields:
     return {**more.get(tool["type"], {}), **tool}
 
 
-def _echo(body: ResponsesBody, left_out: Sequence[str]) -> str:
+def _echo(body: ResponsesBody, left_out: Sequence[str]) -> bytes:
     """Return the fields of a response that repeat the request, in the order of OpenAI's API.
 
     `left_out`: types of tools that the model was not shown; they are named in a field of ours.
@@ -410,4 +410,4 @@ def _echo(body: ResponsesBody, left_out: Sequence[str]) -> str:
         echo["conversation"] = {"id": conversation_id(body.conversation)}
     if left_out:
         echo["tools_left_out"] = list(left_out)
-    return as_json(echo | {name: value for name, value in named.items() if value is not None})
+    return json_bytes(echo | {name: value for name, value in named.items() if value is not None})

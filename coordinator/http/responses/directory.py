@@ -19,7 +19,8 @@ import msgspec
 
 from relayline.coordinator.http.conversations.files import ConversationFiles
 from relayline.coordinator.http.conversations.store import Conversation
-from relayline.coordinator.http.responses.kept_files import VERSION, in_pieces, read_all, remove_torn, write
+from relayline.coordinator.http.responses.items import KeptItem
+from relayline.coordinator.http.responses.kept_files import VERSION, in_pieces, load, write
 from relayline.coordinator.http.responses.orders import OrderFiles, Unfinished
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import Stored
@@ -36,8 +37,8 @@ class _StoredFile(msgspec.Struct, kw_only=True):
     id: str
     owner: str
     body: bytes
-    input_items: list[tuple[str, bytes]]
-    output_items: list[tuple[str, bytes]]
+    input_items: list[KeptItem]
+    output_items: list[KeptItem]
     previous_id: str | None
     is_background: bool
     events: list[bytes] | None
@@ -63,7 +64,8 @@ class ResponseDirectory:
         ones than may be in memory go. Raises UsageError.
         """
         with self._own.loading():
-            stored = self._stored()
+            bounds = (STORED_RESPONSES_MAX, STORED_RESPONSES_BYTES_MAX)
+            stored = load(self.path / STORED, _StoredFile, _stored_of, bounds, self.drop)
             unfinished = self.orders.load()
             for each in unfinished:
                 if self._is_stored(each.order.id):
@@ -110,19 +112,6 @@ class ResponseDirectory:
 
     def _is_stored(self, id: str) -> bool:
         return (self.path / STORED / id).exists()
-
-    def _stored(self) -> list[Stored]:
-        remove_torn(self.path / STORED)
-        found: list[Stored] = []
-        n_bytes = 0
-        for file in read_all(self.path / STORED, _StoredFile):  # the latest first
-            stored = _stored_of(file)
-            n_bytes += stored.n_bytes
-            if len(found) >= STORED_RESPONSES_MAX or n_bytes > STORED_RESPONSES_BYTES_MAX:
-                self.drop(stored.id)
-            else:
-                found.append(stored)
-        return found[::-1]
 
 
 def _stored_of(file: _StoredFile) -> Stored:

@@ -9,9 +9,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relayline.coordinator.http.requests.inner_form import Fields, as_json
+from relayline.coordinator.http.requests.inner_form import Fields, json_bytes
 
 ID_CHARS = 48
+KeptItem = tuple[str, bytes]  # its id and its JSON
 # The type of an item -> what its id begins with.
 PREFIXES = {
     "message": "msg",
@@ -34,13 +35,13 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(ID_CHARS // 2)}"
 
 
-def kept_items(items: Sequence[Fields]) -> list[tuple[str, bytes]]:
+def kept_items(items: Sequence[Fields]) -> list[KeptItem]:
     """Return items that have been read as a chat, each as its id and its JSON in a conversation.
 
     The ids are new: clients send items of other conversations, and some send each item twice.
     """
     kept = [_kept(item) for item in items]
-    return [(item["id"], as_json(item).encode("utf-8", "replace")) for item in kept]
+    return [(item["id"], json_bytes(item)) for item in kept]
 
 
 def _kept(item: Mapping[str, Any]) -> Fields:

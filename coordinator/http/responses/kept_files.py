@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -72,6 +72,42 @@ def read_all(directory: Path, kind: type[T], what: str = "response") -> Iterator
         n = len(left_out)
         text = "%s cannot be read and %s left out, the first is %s"
         log.warning(text, counted(n, what), plural(n, "is", "are"), left_out[0])
+
+
+class _Kept(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def n_bytes(self) -> int: ...
+
+
+K = TypeVar("K", bound=_Kept)
+
+
+def load(
+    directory: Path,
+    kind: type[T],
+    made_of: Callable[[T], K],
+    bounds: tuple[int, int],
+    drop: Callable[[str], None],
+    what: str = "response",
+) -> list[K]:
+    """Return what is made of the files in a directory, the one used last at the end. Raises OSError.
+
+    `bounds`: how many, and their bytes; what is above these is dropped by its id, the one used longest ago first.
+    """
+    n_max, bytes_max = bounds
+    remove_torn(directory)
+    found: list[K] = []
+    n_bytes = 0
+    for each in map(made_of, read_all(directory, kind, what)):
+        n_bytes += each.n_bytes
+        if len(found) >= n_max or n_bytes > bytes_max:
+            drop(each.id)
+        else:
+            found.append(each)
+    return found[::-1]
 
 
 def read(path: Path, kind: type[T]) -> T:

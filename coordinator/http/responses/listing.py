@@ -9,14 +9,13 @@ from aiohttp import web
 from relayline.coordinator.http.edge.body import joined
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.responses.items import KeptItem
 from relayline.wire.common.errors import InvalidRequestError
 
 PAGE_ITEMS, PAGE_ITEMS_MAX = 20, 100
 
-Kept = tuple[str, bytes]  # an item: its id and its JSON
 
-
-async def page_of(request: web.Request, items: Sequence[Kept]) -> web.StreamResponse:
+async def page_of(request: web.Request, items: Sequence[KeptItem]) -> web.StreamResponse:
     """Answer with the page that a request asks for, the last item first unless `order` is asc.
 
     Raises InvalidRequestError.
@@ -33,7 +32,7 @@ async def page_of(request: web.Request, items: Sequence[Kept]) -> web.StreamResp
     return await item_list(page, has_more=begin + len(page) < len(items))
 
 
-async def item_list(page: Sequence[Kept], *, has_more: bool) -> web.StreamResponse:
+async def item_list(page: Sequence[KeptItem], *, has_more: bool) -> web.StreamResponse:
     """Answer with the list object of a page."""
     named = {
         "first_id": page[0][0] if page else None,

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from relayline.coordinator.http.responses.items import KeptItem
 from relayline.coordinator.http.responses.kept_files import (
     FILE_BYTES_MAX,
     VERSION,
@@ -67,7 +68,7 @@ class Order(msgspec.Struct, kw_only=True):
     n_vocab: int
     queued: bytes
     """The response as it began, JSON."""
-    input_items: list[tuple[str, bytes]]
+    input_items: list[KeptItem]
     previous_id: str | None
     is_stream: bool
     conversation_id: str | None = None  # which files of 0.1.0 do not have

@@ -17,6 +17,7 @@ from relayline.coordinator.http.replies.reply import WRITTEN_INLINE_TOKENS_MAX
 from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.http.responses.asking import AnswerOptions
 from relayline.coordinator.http.responses.dialect import Item, ResponsesDialect
+from relayline.coordinator.http.responses.items import KeptItem
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import Stored
 from relayline.coordinator.http.responses.waiting import Waiting
@@ -148,12 +149,12 @@ class Running:
     def _with_output(self, body: bytes) -> Stored:
         return self._stored(body, kept_output(self.dialect.items))
 
-    def _stored(self, body: bytes, output: Sequence[tuple[str, bytes]]) -> Stored:
+    def _stored(self, body: bytes, output: Sequence[KeptItem]) -> Stored:
         previous_id, inputs = self.options.previous_response_id, self._input_items
         return Stored(self.id, self.owner, body, inputs, output, previous_id, True, self.recording)
 
 
-def kept_output(items: Sequence[Item]) -> list[tuple[str, bytes]]:
+def kept_output(items: Sequence[Item]) -> list[KeptItem]:
     """Return the items that a next response may continue, as their ids and their JSON: without a call that has not been
     finished.
     """

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from relayline.coordinator.http.responses.items import KeptItem
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, STORED_RESPONSES_MAX
 
@@ -25,8 +26,8 @@ class Stored:
     id: str
     owner: str  # by the key that the client has shown; "" where none is demanded
     body: bytes  # JSON
-    input_items: Sequence[tuple[str, bytes]]  # (id, JSON)
-    output_items: Sequence[tuple[str, bytes]]
+    input_items: Sequence[KeptItem]
+    output_items: Sequence[KeptItem]
     previous_id: str | None
     is_background: bool = False
     recording: Recording | None = None  # of a background response that was asked for as a stream

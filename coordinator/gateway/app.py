@@ -31,7 +31,7 @@ from relayline.coordinator.gateway.router import Backend, Health
 from relayline.coordinator.http.edge.api_keys import OPEN_PATTERN, PAGE_PATHS
 from relayline.coordinator.http.edge.clients import check_may_use, tenant_of
 from relayline.coordinator.http.edge.limits import HttpLimits
-from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, json_response
+from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, json_response, response_of
 from relayline.coordinator.http.edge.server import LIMITS
 from relayline.coordinator.http.edge.steering import SLEEP_PATHS, check_steers, is_steering
 from relayline.coordinator.http.error_forms import errors_in_form
@@ -90,7 +90,7 @@ class Gateway:
 
     async def version(self, _request: web.Request) -> web.StreamResponse:
         """GET /version."""
-        return json_response(msgspec.json.encode({"version": version_of()}))
+        return response_of({"version": version_of()})
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         """GET /health: 200 while some pipeline takes requests; with the state of each."""
@@ -98,8 +98,8 @@ class Gateway:
         status = "draining" if self.is_draining else "ok" if is_ready else "unreachable"
         body = {"status": status, "pipelines": {each.name: each.state for each in self._router.backends}}
         if status == "ok":
-            return json_response(msgspec.json.encode(body))
-        return json_response(msgspec.json.encode(body), 503, {hdrs.RETRY_AFTER: "1"})
+            return response_of(body)
+        return response_of(body, 503, {hdrs.RETRY_AFTER: "1"})
 
     async def pipelines(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline: every pipeline, how it is and how much it has to do."""
@@ -131,7 +131,7 @@ class Gateway:
             "awake_max": self._router.awake.limit,
             "stages": [],
         }
-        return json_response(msgspec.json.encode(whole | {"pipelines": listed}))
+        return response_of(whole | {"pipelines": listed})
 
     async def targets(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline/targets: this gateway and its pipelines, for Prometheus' HTTP service discovery.
@@ -143,7 +143,7 @@ class Gateway:
             labels = {"role": "coordinator", PIPELINE: backend.name}
             path = f"{PREFIX}/{backend.name}/metrics"
             found.append(target(request.host, request.scheme, labels, path))
-        return json_response(msgspec.json.encode(found))
+        return response_of(found)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus."""

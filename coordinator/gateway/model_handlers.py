@@ -26,7 +26,7 @@ from relayline.coordinator.gateway.router import Backend, Health, no_replica
 from relayline.coordinator.http.edge.body import SMALL_BYTES_MAX, read_small
 from relayline.coordinator.http.edge.clients import check_may_use, tenant_of
 from relayline.coordinator.http.edge.limits import HttpLimits
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import json_response, response_of
 from relayline.coordinator.http.edge.sse import EventWriter
 from relayline.coordinator.http.edge.steering import check_steers
 from relayline.coordinator.http.ollama.asking import OllamaShowBody, is_only_loading, unloads
@@ -170,7 +170,7 @@ class ModelHandlers:
             "default_generation_settings": {"params": {}, "n_ctx": 0},
             "build_info": f"relayline-{version_of()}",
         }
-        return json_response(msgspec.json.encode(fields))
+        return response_of(fields)
 
     # --- as Ollama ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 
 from relayline.coordinator.answers.reader import random_call_id
 from relayline.coordinator.http.edge.clients import check_may_use, tenant_of
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import json_response, response_of
 from relayline.coordinator.http.edge.record import RECORD
 from relayline.coordinator.http.llama.settings import default_settings
 from relayline.coordinator.http.replies import shapes
@@ -51,7 +51,7 @@ class Handlers:
 
     async def version(self, _request: web.Request) -> web.StreamResponse:
         """GET /version, as vLLM has it."""
-        return json_response(shapes.encode({"version": self._service.fingerprint.removeprefix("relayline-")}))
+        return response_of({"version": self._service.fingerprint.removeprefix("relayline-")})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -61,32 +61,32 @@ class Handlers:
         names = [name for name in names if not may_use or name in may_use]
         ends = (names[0], names[-1]) if names else ("", "")
         found = shapes.ModelList([self._model(name) for name in names], first_id=ends[0], last_id=ends[1])
-        return json_response(shapes.encode(found))
+        return response_of(found)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{id}; ids may contain slashes."""
         name = validation.check_model(request.match_info["id"], self._service.model_id, self._service.limits)
         self._check_may_use(request, name)
-        return json_response(shapes.encode(self._model(name)))
+        return response_of(self._model(name))
 
     async def pipeline(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline: topology and live counters; `?since_ns=N` restricts overlap to later steps."""
         text = request.query.get("since_ns")
         since_ns = None if text is None else validation.nanoseconds(text, "since_ns")
-        return json_response(msgspec.json.encode(await self._service.generator.describe(since_ns)))
+        return response_of(await self._service.generator.describe(since_ns))
 
     async def usage(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/usage: requests and tokens of each API key since the start, and what runs and waits now."""
         service = self._service
         data = service.observer.usage.figures(service.generator.tenants())
         found = {"object": "list", "key": tenant_of(request).name or None, "since": service.created, "data": data}
-        return json_response(msgspec.json.encode(found))
+        return response_of(found)
 
     async def targets(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline/targets: this process and its stages, as Prometheus' HTTP service discovery reads them."""
         described = await self._service.generator.describe(with_recent=False)
         found = targets(described, request.host, request.scheme)
-        return json_response(msgspec.json.encode(found))
+        return response_of(found)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus; OpenMetrics and gzip for clients that accept them."""
@@ -140,7 +140,7 @@ class Handlers:
             "chat_template": self._service.conversation.template_text,
             "model_max_length": self._service.generator.ctx_tokens or None,
         }
-        return json_response(msgspec.json.encode(fields))
+        return response_of(fields)
 
     async def props(self, _request: web.Request) -> web.StreamResponse:
         """GET /props: the facts of the served model, as llama-server gives them."""
@@ -160,7 +160,7 @@ class Handlers:
             "build_info": service.fingerprint,
             "is_sleeping": service.generator.phase is Phase.SLEEPING,
         }
-        return json_response(msgspec.json.encode(fields))
+        return response_of(fields)
 
     async def _asked(
         self, route: PromptRoute, request: web.Request, id: str, param: str, raw: bytes | None = None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http.edge.body import read_small
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.http.edge.steering import check_steers
 from relayline.coordinator.http.requests.bodies import DrainBody, InviteBody, LayersBody, NewStageBody, decode_body
 from relayline.coordinator.joining.inviting import Inviter
@@ -50,27 +49,27 @@ def layer_routes(control: LayerControl | None, inviter: Inviter | None = None) -
 
     async def described(_request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline/layers: the layers of each stage, and how far the latest change is."""
-        return json_response(msgspec.json.encode(control.describe()))
+        return response_of(control.describe())
 
     async def move(request: web.Request) -> web.StreamResponse:
         """PUT /v1/pipeline/layers: begin a change; 202, and GET reports the outcome."""
         check_steers(request)
         control.move(decode_body(await read_small(request), LayersBody).cuts)
-        return json_response(msgspec.json.encode(control.describe()), 202)
+        return response_of(control.describe(), 202)
 
     async def drain(request: web.Request) -> web.StreamResponse:
         """PUT /v1/pipeline/stages/NAME: drain a stage, or offer it layers again; 202, and GET reports the outcome."""
         check_steers(request)
         is_drained = decode_body(await read_small(request), DrainBody).drained
         await control.drain(request.match_info["name"], is_drained=is_drained)
-        return json_response(msgspec.json.encode(control.describe()), 202)
+        return response_of(control.describe(), 202)
 
     async def add(request: web.Request) -> web.StreamResponse:
         """POST /v1/pipeline/stages: make a place for one more stage; 201."""
         check_steers(request)
         body = decode_body(await read_small(request), NewStageBody)
         control.add(body.name, is_spare=body.spare)
-        return json_response(msgspec.json.encode(control.describe()), 201)
+        return response_of(control.describe(), 201)
 
     async def invite(request: web.Request) -> web.StreamResponse:
         """POST /v1/pipeline/invitations: make the line with which a machine joins; 201."""
@@ -81,7 +80,7 @@ def layer_routes(control: LayerControl | None, inviter: Inviter | None = None) -
         made = await inviter.invite(body.name, body.host, is_spare=body.spare)
         fields = {"stage": made.name, "host": made.host, "from": request.remote or ""}
         log.info("join line made", extra={"fields": fields})
-        return json_response(msgspec.json.encode(made), 201, {"Cache-Control": "no-store"})
+        return response_of(made, 201, {"Cache-Control": "no-store"})
 
     return [
         web.post(INVITATIONS_PATH, invite),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.http.edge.steering import SLEEP_PATHS, check_steers
 
 
@@ -33,16 +32,16 @@ def sleep_routes(control: SleepControl | None) -> list[web.RouteDef]:
         """POST /sleep: 200 once all stages were told to free their memory, 202 while requests run or it wakes."""
         check_steers(request)
         state = await control.ask()
-        return json_response(msgspec.json.encode(state), 200 if state["is_sleeping"] else 202)
+        return response_of(state, 200 if state["is_sleeping"] else 202)
 
     async def wake_up(request: web.Request) -> web.StreamResponse:
         """POST /wake_up: 200 once requests can start; 503 where stages cannot load or are not here."""
         check_steers(request)
-        return json_response(msgspec.json.encode(await control.wake()))
+        return response_of(await control.wake())
 
     async def is_sleeping(_request: web.Request) -> web.StreamResponse:
         """GET /is_sleeping."""
-        return json_response(msgspec.json.encode(control.describe()))
+        return response_of(control.describe())
 
     falls, wakes, state = SLEEP_PATHS
     return [web.post(falls, sleep), web.post(wakes, wake_up), web.get(state, is_sleeping)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-import msgspec
 from aiohttp import web
 
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.edge.body import read_small
 from relayline.coordinator.http.edge.errors import plain_body
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.http.edge.steering import check_steers
 from relayline.coordinator.http.requests.bodies import TelemetryBody, decode_body
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, RequestCancelledError
@@ -34,22 +33,22 @@ class TelemetryHandlers:
         wanted = request.match_info["id"]
         found = await self._control.trace(None if wanted == LAST else wanted, time.monotonic_ns())
         if found is not None:
-            return json_response(msgspec.json.encode(found))
+            return response_of(found)
         if wanted != LAST:
             return _not_found(wanted)
         text = "no request is remembered: none has come since the start, or the trace level is off"
-        return json_response(msgspec.json.encode(plain_body(404, text, "trace_not_found")), 404)
+        return response_of(plain_body(404, text, "trace_not_found"), 404)
 
     async def settings(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/telemetry."""
-        return json_response(msgspec.json.encode(await self._control.describe()))
+        return response_of(await self._control.describe())
 
     async def change(self, request: web.Request) -> web.StreamResponse:
         """PUT /v1/telemetry: change level or sample ratio, here and at every stage."""
         check_steers(request)
         body = decode_body(await read_small(request), TelemetryBody)
         changed = await self._control.change(body.level, body.sample_ratio, body.for_s)
-        return json_response(msgspec.json.encode(changed))
+        return response_of(changed)
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/requests/{id}/cancel: end a request that runs or waits; its client gets `request_cancelled`."""
@@ -62,10 +61,10 @@ class TelemetryHandlers:
         if not n_choices:
             state = "has ended" if record.ended_ns else "is not admitted yet"
             text = f"request {wanted[:200]!r} {state}, so there is nothing to cancel"
-            return json_response(msgspec.json.encode(plain_body(409, text, "request_not_running")), 409)
+            return response_of(plain_body(409, text, "request_not_running"), 409)
         log.info("request cancelled", extra={"fields": {"request": record.request_id, "from": request.remote or ""}})
         found = {"id": record.completion_id or record.request_id, "cancelled_choices": n_choices}
-        return json_response(msgspec.json.encode(found))
+        return response_of(found)
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline/logs: the latest log lines of this process, or with `?stage=N` of a stage, oldest first."""
@@ -83,9 +82,9 @@ class TelemetryHandlers:
         if lines is None:
             raise NotReadyError(f"stage {text} does not answer, or is of a version that does not tell its log")
         found = {"lines": [line._asdict() for line in lines]}
-        return json_response(msgspec.json.encode(found), headers={"Cache-Control": "no-store"})
+        return response_of(found, headers={"Cache-Control": "no-store"})
 
 
 def _not_found(wanted: str) -> web.Response:
     text = f"no request {wanted[:200]!r} is remembered; give its x-request-id or its answer's id"
-    return json_response(msgspec.json.encode(plain_body(404, text, "trace_not_found")), 404)
+    return response_of(plain_body(404, text, "trace_not_found"), 404)

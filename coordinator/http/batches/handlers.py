@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import quote
 
-import msgspec
 from aiohttp import hdrs, web
 
 from relayline.coordinator.batches.lines import SERVED_URLS
@@ -21,7 +20,7 @@ from relayline.coordinator.http.edge.body import read_small
 from relayline.coordinator.http.edge.clients import CLIENT, PAYER, Payer, tenant_of
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.http.edge.sse import taken_by_client
 from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.wire.common.errors import FileNotStoredError, InvalidRequestError
@@ -66,7 +65,7 @@ class BatchHandlers:
             except BaseException:  # a client that has left, too
                 await keeper.drop_unkept(file_id)
                 raise
-        return _json(file_shape(file))
+        return response_of(file_shape(file))
 
     async def files(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files: the newest first unless `order` is asc; of one `purpose` if it is given."""
@@ -75,11 +74,11 @@ class BatchHandlers:
         found = [file for file in own if purpose in (None, file.purpose)]
         if request.query.get("order", "desc") != "asc":
             found.reverse()
-        return _json(page_of(found, file_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
+        return response_of(page_of(found, file_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files/{id}."""
-        return _json(file_shape(kept(request, keeper_of(request).store.files, "file")))
+        return response_of(file_shape(kept(request, keeper_of(request).store.files, "file")))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/files/{id}."""
@@ -89,7 +88,7 @@ class BatchHandlers:
             raise InvalidRequestError(f"{user} still reads this file; cancel it first")
         with disk():
             await keeper.call(keeper.store.delete_file, file.id)
-        return _json({"id": file.id, "object": "file", "deleted": True})
+        return response_of({"id": file.id, "object": "file", "deleted": True})
 
     async def content(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files/{id}/content: the file, block by block."""
@@ -131,17 +130,17 @@ class BatchHandlers:
         )  # fmt: skip
         with disk():
             await keeper.begin(batch)
-        return _json(batch_shape(batch))
+        return response_of(batch_shape(batch))
 
     async def batches(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/batches: the newest first."""
         every = keeper_of(request).store.batches_of.get(owner_of(request), {}).values()
         found = [batch for batch in every if batch.form == "openai"][::-1]
-        return _json(page_of(found, batch_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
+        return response_of(page_of(found, batch_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/batches/{id}."""
-        return _json(batch_shape(_found(request)))
+        return response_of(batch_shape(_found(request)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/batches/{id}/cancel: it is cancelled once its running requests are."""
@@ -151,7 +150,7 @@ class BatchHandlers:
             raise HttpRefusal(409, f"this batch is {batch.status}; it cannot be cancelled any more", "batch_ended")
         with disk():
             await keeper.cancel(batch)
-        return _json(batch_shape(batch))
+        return response_of(batch_shape(batch))
 
     async def _send(self, request: web.Request, response: web.StreamResponse, opened: BinaryIO, n_bytes: int) -> None:
         while n_bytes > 0 and (block := await asyncio.to_thread(opened.read, min(n_bytes, BLOCK_BYTES))):
@@ -186,7 +185,3 @@ def _expiry_of(fields: dict[str, str], now_s: int) -> int | None:
         problem = f"must have the anchor created_at, and from 3600 to {EXPIRY_MAX_S} seconds"
         raise InvalidRequestError.of_field("expires_after", problem)
     return now_s + int(text or 0)
-
-
-def _json(found: dict[str, Any]) -> web.Response:
-    return json_response(msgspec.json.encode(found))

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
@@ -23,7 +22,7 @@ from relayline.coordinator.http.batches.uploads import receive_body
 from relayline.coordinator.http.edge.clients import CLIENT, PAYER, Payer, tenant_of
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.http.edge.sse import taken_by_client
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import FileNotStoredError, InternalError, InvalidRequestError
@@ -76,18 +75,18 @@ class MessageBatchHandlers:
             except BaseException:  # a client that has left, too
                 await keeper.drop_unkept(file_id)
                 raise
-        return _json(message_batch_shape(batch))
+        return response_of(message_batch_shape(batch))
 
     async def batches(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches: the newest first."""
         every = keeper_of(request).store.batches_of.get(owner_of(request), {}).values()
         found = [batch for batch in every if batch.form == "messages"][::-1]
         after, before = request.query.get("after_id"), request.query.get("before_id")
-        return _json(message_page(found, after, before, limit_of(request, PAGE_MAX)))
+        return response_of(message_page(found, after, before, limit_of(request, PAGE_MAX)))
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches/{id}."""
-        return _json(message_batch_shape(_found(request)))
+        return response_of(message_batch_shape(_found(request)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/batches/{id}/cancel: it ends once its running requests have."""
@@ -97,7 +96,7 @@ class MessageBatchHandlers:
         if batch.status != "cancelling":  # the process that names the rest must not be stopped
             with disk():
                 await keeper_of(request).cancel(batch)
-        return _json(message_batch_shape(batch))
+        return response_of(message_batch_shape(batch))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """DELETE /v1/messages/batches/{id}: a batch that has ended, and its results."""
@@ -106,7 +105,7 @@ class MessageBatchHandlers:
             raise InvalidRequestError("this batch has not ended; cancel it first")
         with disk():
             await keeper.call(keeper.store.delete_batch, batch.id)
-        return _json({"id": batch.id, "type": "message_batch_deleted"})
+        return response_of({"id": batch.id, "type": "message_batch_deleted"})
 
     async def results(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches/{id}/results: a line for each request."""
@@ -187,7 +186,3 @@ def _blocks(paths: Sequence[Path]) -> Iterator[bytes]:
                     gathered.clear()
     if gathered:
         yield bytes(gathered)
-
-
-def _json(found: dict[str, Any]) -> web.Response:
-    return json_response(msgspec.json.encode(found))

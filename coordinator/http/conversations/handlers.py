@@ -12,8 +12,7 @@ from relayline.coordinator.http.conversations.asking import Told
 from relayline.coordinator.http.conversations.keeper import Conversations
 from relayline.coordinator.http.conversations.store import Conversation
 from relayline.coordinator.http.edge.clients import CLIENT, client_of
-from relayline.coordinator.http.edge.middleware import json_response
-from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.edge.middleware import json_response, response_of
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.responses.items import new_id
 from relayline.coordinator.http.responses.listing import item_list, page_of
@@ -67,7 +66,7 @@ class ConversationHandlers:
         """DELETE /v1/conversations/{id}: forget a conversation with its items."""
         found = self._found(request)
         await self._conversations.delete(found)
-        return json_response(shapes.encode({"id": found.id, "object": "conversation.deleted", "deleted": True}))
+        return response_of({"id": found.id, "object": "conversation.deleted", "deleted": True})
 
     async def add(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/conversations/{id}/items: add items to a conversation; returns these."""
@@ -109,4 +108,4 @@ def _shown(conversation: Conversation) -> web.StreamResponse:
         "created_at": conversation.created,
         "metadata": msgspec.Raw(conversation.metadata),
     }
-    return json_response(shapes.encode(fields))
+    return response_of(fields)

@@ -34,6 +34,11 @@ def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
+def response_of(found: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return a JSON reply that says this."""
+    return json_response(msgspec.json.encode(found), status, headers)
+
+
 def request_id(request: web.Request) -> str:
     """Return the id of this request: the client's own if it sent a sane one."""
     found = request.get(_ID_KEY)
@@ -129,4 +134,4 @@ def _no_route(path: str) -> str:
 
 
 def _respond(body: ErrorBody, status: int, headers: dict[str, str]) -> web.Response:
-    return json_response(msgspec.json.encode(body), status, headers)
+    return response_of(body, status, headers)

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http.edge.clients import tenant_of
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.llama.dialect import LlamaDialect
@@ -31,34 +31,31 @@ class LlamaHandlers(Handlers):
 
     async def lora_adapters(self, request: web.Request) -> web.StreamResponse:
         """GET /lora-adapters: the LoRA adapters that the client's key may use, in the order of their ids."""
-        return json_response(msgspec.json.encode(listed(self._service.limits.lora, tenant_of(request).models)))
+        return response_of(listed(self._service.limits.lora, tenant_of(request).models))
 
     async def slots(self, request: web.Request) -> web.StreamResponse:
         """GET /slots: what each lane does; 503 with `?fail_on_no_slot=1` where none is free."""
         slots, n_ctx = self._service.generator.slots(), self._service.generator.ctx_tokens
         if request.query.get("fail_on_no_slot") and all(slot.is_busy for slot in slots):
             raise OverloadedError("no lane is free")
-        return json_response(
-            msgspec.json.encode(
-                [
-                    {
-                        "id": slot.lane,
-                        "n_ctx": n_ctx,
-                        "speculative": slot.may_draft,
-                        "is_processing": slot.is_busy,
-                        "id_task": slot.task,
-                        "n_prompt_tokens": slot.n_prompt,
-                        "n_prompt_tokens_processed": slot.n_read,
-                        "n_prompt_tokens_cache": slot.n_cached,
-                        "state": slot.state,
-                        "next_token": [
-                            {"has_next_token": slot.is_busy, "n_remain": slot.n_left, "n_decoded": slot.n_generated}
-                        ],
-                    }
-                    for slot in slots
-                ]
-            )
-        )
+        found = [
+            {
+                "id": slot.lane,
+                "n_ctx": n_ctx,
+                "speculative": slot.may_draft,
+                "is_processing": slot.is_busy,
+                "id_task": slot.task,
+                "n_prompt_tokens": slot.n_prompt,
+                "n_prompt_tokens_processed": slot.n_read,
+                "n_prompt_tokens_cache": slot.n_cached,
+                "state": slot.state,
+                "next_token": [
+                    {"has_next_token": slot.is_busy, "n_remain": slot.n_left, "n_decoded": slot.n_generated}
+                ],
+            }
+            for slot in slots
+        ]
+        return response_of(found)
 
     async def _answer(self, route: Literal["llama", "infill"], request: web.Request) -> web.StreamResponse:
         service = self._service

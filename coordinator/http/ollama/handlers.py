@@ -9,12 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http.edge.body import SMALL_BYTES_MAX, read_small
 from relayline.coordinator.http.edge.clients import tenant_of
-from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.middleware import json_response, response_of
 from relayline.coordinator.http.edge.steering import check_steers
 from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
 from relayline.coordinator.http.embeddings.vectors import ollama_reply, ollama_vector
@@ -44,18 +43,18 @@ class OllamaHandlers(EmbeddingHandlers):
 
     async def api_version(self, _request: web.Request) -> web.StreamResponse:
         """GET /api/version."""
-        return json_response(msgspec.json.encode({"version": models.API_VERSION}))
+        return response_of({"version": models.API_VERSION})
 
     async def tags(self, request: web.Request) -> web.StreamResponse:
         """GET /api/tags: the served models."""
-        return json_response(msgspec.json.encode({"models": await self._listed(request)}))
+        return response_of({"models": await self._listed(request)})
 
     async def running(self, request: web.Request) -> web.StreamResponse:
         """GET /api/ps: the served models, which are all loaded unless the pipeline sleeps."""
         generator = self._service.generator
         loaded = [] if generator.phase is Phase.SLEEPING else await self._listed(request)
         found = models.running(loaded, generator.ctx_tokens)
-        return json_response(msgspec.json.encode({"models": found}))
+        return response_of({"models": found})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         """POST /api/show."""
@@ -65,9 +64,7 @@ class OllamaHandlers(EmbeddingHandlers):
         (entry,) = await self._entries([name])
         template = service.conversation.template_text or ""
         metadata, ctx_tokens = service.tokenizer.metadata, service.generator.ctx_tokens
-        return json_response(
-            msgspec.json.encode(models.shown(entry, metadata, self._capabilities(), template, ctx_tokens))
-        )
+        return response_of(models.shown(entry, metadata, self._capabilities(), template, ctx_tokens))
 
     async def pull(self, request: web.Request) -> web.StreamResponse:
         """POST /api/pull: a model that is served is there already; others are not loaded."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from aiohttp import hdrs, web
 
 from relayline.coordinator.http.edge.clients import CLIENT
-from relayline.coordinator.http.edge.middleware import json_response
-from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.edge.middleware import json_response, response_of
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.responses.background import Background
 from relayline.coordinator.http.responses.following import follow
@@ -49,7 +48,7 @@ class ResponseHandlers:
         if self._background.keeper is not None:  # first: what cannot go from the disk would be back after a restart
             await self._background.keeper.forget(found.id)
         self._store.delete(found.id, found.owner)
-        return json_response(shapes.encode({"id": found.id, "object": "response", "deleted": True}))
+        return response_of({"id": found.id, "object": "response", "deleted": True})
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{id}/cancel: of a background response. One that has ended stays as it is."""

@@ -21,7 +21,7 @@ from yarl import URL
 from relayline.coordinator.batches.lines import ANSWER_BYTES_MAX, Asked, Outcome
 from relayline.coordinator.batches.patience import Attempts, Terms, Trouble, trouble_of
 from relayline.wire.common.errors import StartError
-from relayline.wire.common.texts import printable, system_reason
+from relayline.wire.common.texts import printable, system_reason, whole_number
 
 STREAMS_ELSEWHERE = 16  # in flight at a server that does not tell how many it runs at once
 STREAMS_MAX = 4_096
@@ -323,7 +323,7 @@ def _message_of(found: Any) -> str:
 
 def _seconds(text: str | None) -> float | None:
     """Return a Retry-After in seconds; None for none, and for a date."""
-    return float(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else None
+    return whole_number(text or "", 9)
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> Exception:

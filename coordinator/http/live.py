@@ -25,7 +25,7 @@ from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import Generator
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.tasks import end_task
-from relayline.wire.common.texts import counted
+from relayline.wire.common.texts import counted, whole_number
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.telemetry import Level
 
@@ -196,11 +196,11 @@ def _asked_edges(text: str, edges: Edges) -> Edges:
     """Return the layers of each stage if they are cut there. Raises InvalidRequestError."""
     n_layers = edges[-1][1] if edges else 0
     parts = text.split(",") if text else []
-    if len(parts) != len(edges) - 1 or not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
+    cuts = [cut for part in parts if (cut := whole_number(part, 6)) is not None]
+    if not len(parts) == len(cuts) == len(edges) - 1:
         raise InvalidRequestError.of_field(
             "cuts", f"{len(edges)} stages need {counted(len(edges) - 1, 'layer')}, such as 8,16"
         )
-    cuts = [int(part) for part in parts]
     if [0, *cuts, n_layers] != sorted({0, *cuts, n_layers}):
         raise InvalidRequestError.of_field("cuts", f"they must ascend and lie between 1 and {n_layers - 1}")
     return ranges(n_layers, cuts)
@@ -208,6 +208,7 @@ def _asked_edges(text: str, edges: Edges) -> Edges:
 
 def _look_number(text: str) -> int:
     """Return the look that a page saw last. Raises InvalidRequestError."""
-    if not (text.isascii() and text.isdigit() and len(text) <= NUMBER_DIGITS_MAX):
+    found = whole_number(text, NUMBER_DIGITS_MAX)
+    if found is None:
         raise InvalidRequestError.of_field("after", "must be the `look` of an earlier answer, or left out")
-    return int(text)
+    return found

@@ -15,6 +15,7 @@ from relayline.coordinator.http.edge.steering import check_steers
 from relayline.coordinator.http.requests.bodies import TelemetryBody, decode_body
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, RequestCancelledError
 from relayline.wire.common.logs import LogLine, recent_lines
+from relayline.wire.common.texts import whole_number
 
 log = logging.getLogger("relayline.http")
 
@@ -74,11 +75,12 @@ class TelemetryHandlers:
             lines: list[LogLine] | None = recent_lines(LINES)
         else:
             stages = self._control.stages()
-            if not (text.isascii() and text.isdigit() and len(text) < 4):
+            index = whole_number(text, 3)
+            if index is None:
                 raise InvalidRequestError.of_field("stage", "must be a stage's number, in layer order from 0")
-            if int(text) >= len(stages):
-                raise NotReadyError(f"stage {int(text)} is not connected now; the coordinator's own log may say why")
-            lines = await stages[int(text)].logs(LINES)
+            if index >= len(stages):
+                raise NotReadyError(f"stage {index} is not connected now; the coordinator's own log may say why")
+            lines = await stages[index].logs(LINES)
         if lines is None:
             raise NotReadyError(f"stage {text} does not answer, or is of a version that does not tell its log")
         found = {"lines": [line._asdict() for line in lines]}

@@ -19,6 +19,7 @@ import llama_cpp
 from relayline.coordinator.text.special_tokens import Special, SpecialTokens, TooManyError
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelFileError
+from relayline.wire.common.texts import whole_number
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.model_files.model_check import check_header
 from relayline.wire.model_files.rank_head import LABELS_KEY
@@ -111,13 +112,13 @@ class Tokenizer:
         self._names_bos = bool(_meta_text(model, b"tokenizer.ggml.bos_token_id"))
         architecture = _meta_text(model, b"general.architecture")
         # How the model's makers turn hidden rows into one embedding: llama.cpp's number, None where they say nothing.
-        self.pooling = _whole_or_none(_meta_text(model, f"{architecture}.pooling_type".encode()))
+        self.pooling = whole_number(_meta_text(model, f"{architecture}.pooling_type".encode()), 9)
         self.metadata = _metadata_of(model, architecture)
         self.name = _meta_text(model, b"general.name")
         self.chat_template = self._template(model, None)
         # For chats with tools, where the file has a separate template for these (Hermes 2, Command R).
         self.tool_template = self._template(model, b"tool_use")
-        self.n_labels = _whole_or_none(_meta_text(model, LABELS_KEY.encode())) or 0  # of a reranker's head; 0: none
+        self.n_labels = whole_number(_meta_text(model, LABELS_KEY.encode()), 9) or 0  # of a reranker's head; 0: none
         self.pairing = _pairing(vocab, self._template(model, b"rerank"))
         self._pieces: dict[tuple[int, bool], bytes] = {}  # bounded by two entries per token of the vocabulary
 
@@ -347,10 +348,6 @@ def _pairing(vocab: Any, template: str | None) -> Pairing:
     begins = [bos] if bos is not None and llama_cpp.llama_vocab_get_add_bos(vocab) else []
     parts = [sep] if sep is not None and llama_cpp.llama_vocab_get_add_sep(vocab) else []
     return Pairing(template, begins, [*ends, *parts], ends)
-
-
-def _whole_or_none(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _token_or_none(token: int) -> int | None:

@@ -18,6 +18,7 @@ from relayline.deploy.cli.options import IntRange, Line, log_options, parse_cuts
 from relayline.deploy.cli.paths import Directory
 from relayline.deploy.cli.setting_flags import setting_option, setting_options
 from relayline.wire.common import logs
+from relayline.wire.common.texts import whole_number
 from relayline.wire.settings.setting import entry_of, from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings
 
@@ -32,10 +33,11 @@ def _parse_cuts_or_all(context: click.Context, parameter: click.Parameter, text:
 
 
 def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts) or len(parts) > 16:
+    parts = text.split(",")
+    found = tuple(each for part in parts if (each := whole_number(part.strip(), 18)) is not None)
+    if len(found) < len(parts) or len(parts) > 16:
         raise click.BadParameter(f"{text!r} is not a list of at most 16 numbers such as 1,2,3")
-    return tuple(int(part) for part in parts)
+    return found
 
 
 @click.command("certify", short_help="Compare a split model with the unsplit one.")

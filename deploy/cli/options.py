@@ -17,6 +17,7 @@ from relayline.deploy.cli.sections import Sectioned as Sectioned
 from relayline.deploy.cli.setting_flags import Decorator, setting_options
 from relayline.deploy.machine.cores import Cores, read_cores
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import whole_number
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity, address_of, load_security
 from relayline.wire.settings.setting import entries, entry_of, from_parameters
@@ -275,10 +276,11 @@ def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple
     """Turn 8,16 into layer numbers."""
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+    parts = text.split(",")
+    found = tuple(each for part in parts if (each := whole_number(part.strip(), 9)) is not None)
+    if len(found) < len(parts):
         raise click.BadParameter(f"{text!r} is not a list of layer numbers such as 8,16")
-    return tuple(int(part) for part in parts)
+    return found
 
 
 def is_given(name: str) -> bool:

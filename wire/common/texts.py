@@ -47,6 +47,14 @@ def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
     return f"{kept}... ({n_more} more characters)" if n_more > 0 else kept
 
 
+def whole_number(text: str, digits_max: int) -> int | None:
+    """Return the number that a text of digits alone is; None for any other text, and for more digits than these.
+
+    `int` takes blanks, signs, underscores and the digits of all scripts, and raises above 4,300 digits.
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= digits_max else None
+
+
 def plural(n: float, one: str, many: str = "") -> str:
     """Return the noun for `n` things: "stage" for 1, otherwise "stages", or `many` where that is another word."""
     return one if n == 1 else many or f"{one}s"

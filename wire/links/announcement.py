@@ -12,7 +12,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from relayline.wire.common import bounds
-from relayline.wire.common.texts import counted, printable
+from relayline.wire.common.texts import counted, printable, whole_number
 from relayline.wire.links.security import is_loopback
 
 SERVICE_TYPE = "_relayline._tcp.local."
@@ -78,8 +78,7 @@ def read_announcement(
         return printable(raw.decode(errors="replace"), bounds.NEARBY_TEXT_BYTES_MAX)
 
     def count(key: str) -> int:
-        found = text(key)
-        return min(int(found), _COUNT_MAX) if found.isascii() and found.isdigit() else 0
+        return min(whole_number(text(key), bounds.NEARBY_TEXT_BYTES_MAX) or 0, _COUNT_MAX)
 
     if not text("pipeline") or not 0 < port <= 65_535 or not addresses:
         return None

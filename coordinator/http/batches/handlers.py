@@ -12,7 +12,7 @@ from aiohttp import hdrs, web
 from relayline.coordinator.batches.lines import SERVED_URLS
 from relayline.coordinator.batches.store import StoredBatch, StoredFile, new_id
 from relayline.coordinator.http.batches.bodies import BatchBody
-from relayline.coordinator.http.batches.own import disk, keeper_of, kept, limit_of, owner_of, window_of
+from relayline.coordinator.http.batches.own import disk, keeper_of, kept, owner_of, window_of
 from relayline.coordinator.http.batches.room import Room
 from relayline.coordinator.http.batches.shapes import batch_shape, file_shape, page_of
 from relayline.coordinator.http.batches.uploads import Uploaded, receive
@@ -21,9 +21,11 @@ from relayline.coordinator.http.edge.clients import CLIENT, PAYER, Payer, tenant
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import response_of
+from relayline.coordinator.http.edge.queries import page_size
 from relayline.coordinator.http.edge.sse import taken_by_client
 from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.wire.common.errors import FileNotStoredError, InvalidRequestError
+from relayline.wire.common.texts import whole_number
 
 PAGE_MAX = 10_000
 BLOCK_BYTES = 256 * 1024
@@ -74,7 +76,7 @@ class BatchHandlers:
         found = [file for file in own if purpose in (None, file.purpose)]
         if request.query.get("order", "desc") != "asc":
             found.reverse()
-        return response_of(page_of(found, file_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
+        return response_of(page_of(found, file_shape, request.query.get("after"), page_size(request, PAGE_MAX)))
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files/{id}."""
@@ -136,7 +138,7 @@ class BatchHandlers:
         """GET /v1/batches: the newest first."""
         every = keeper_of(request).store.batches_of.get(owner_of(request), {}).values()
         found = [batch for batch in every if batch.form == "openai"][::-1]
-        return response_of(page_of(found, batch_shape, request.query.get("after"), limit_of(request, PAGE_MAX)))
+        return response_of(page_of(found, batch_shape, request.query.get("after"), page_size(request, PAGE_MAX)))
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/batches/{id}."""
@@ -180,8 +182,8 @@ def _expiry_of(fields: dict[str, str], now_s: int) -> int | None:
     anchor, text = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and text is None:
         return None
-    is_number = text is not None and text.isascii() and text.isdigit() and len(text) < 12
-    if anchor != "created_at" or not is_number or not 3_600 <= int(text or 0) <= EXPIRY_MAX_S:
+    after_s = whole_number(text or "", 11)
+    if anchor != "created_at" or after_s is None or not 3_600 <= after_s <= EXPIRY_MAX_S:
         problem = f"must have the anchor created_at, and from 3600 to {EXPIRY_MAX_S} seconds"
         raise InvalidRequestError.of_field("expires_after", problem)
-    return now_s + int(text or 0)
+    return now_s + after_s

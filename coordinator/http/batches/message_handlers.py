@@ -14,7 +14,7 @@ from aiohttp import hdrs, web
 from relayline.coordinator.batches.message_lines import URL, result_line
 from relayline.coordinator.batches.store import StoredBatch, StoredFile, new_id
 from relayline.coordinator.http.batches.message_input import Order, Read
-from relayline.coordinator.http.batches.own import disk, keeper_of, kept, limit_of, owner_of, window_of
+from relayline.coordinator.http.batches.own import disk, keeper_of, kept, owner_of, window_of
 from relayline.coordinator.http.batches.room import Room
 from relayline.coordinator.http.batches.shapes import MESSAGE_BATCHES as PATH
 from relayline.coordinator.http.batches.shapes import message_batch_shape, message_page
@@ -23,6 +23,7 @@ from relayline.coordinator.http.edge.clients import CLIENT, PAYER, Payer, tenant
 from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.middleware import response_of
+from relayline.coordinator.http.edge.queries import page_size
 from relayline.coordinator.http.edge.sse import taken_by_client
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import FileNotStoredError, InternalError, InvalidRequestError
@@ -82,7 +83,7 @@ class MessageBatchHandlers:
         every = keeper_of(request).store.batches_of.get(owner_of(request), {}).values()
         found = [batch for batch in every if batch.form == "messages"][::-1]
         after, before = request.query.get("after_id"), request.query.get("before_id")
-        return response_of(message_page(found, after, before, limit_of(request, PAGE_MAX)))
+        return response_of(message_page(found, after, before, page_size(request, PAGE_MAX)))
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches/{id}."""

@@ -19,7 +19,6 @@ from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
 
 KEEPER = web.AppKey("batch_keeper", Keeper)  # of an application that keeps files and batches
-PAGE_DEFAULT = 20
 WINDOW_MAX_S = 30 * 86_400
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})(h|d)")
 _UNIT_S = {"h": 3_600, "d": 86_400}
@@ -49,14 +48,6 @@ def kept(request: web.Request, every: Mapping[str, K], what: str) -> K:
     if found is None or found.owner != owner_of(request):
         raise FileNotStoredError(f"no {what} {name[:100]!r} is kept here")
     return found
-
-
-def limit_of(request: web.Request, n_max: int) -> int:
-    """Return how many a client wants to have listed. Raises InvalidRequestError."""
-    text = request.query.get("limit", str(PAGE_DEFAULT))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= n_max):
-        raise InvalidRequestError.of_field("limit", f"must be a number from 1 to {n_max}")
-    return int(text)
 
 
 def window_of(text: str) -> int:

@@ -20,7 +20,7 @@ from relayline.coordinator.sessions.tenants import tier_of, turn_of
 from relayline.wire.common.bounds import BIAS_MAX
 from relayline.wire.common.errors import InvalidRequestError, ModelNotFoundError
 from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
-from relayline.wire.common.texts import counted
+from relayline.wire.common.texts import counted, whole_number
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
 _U64 = 1 << 64
@@ -125,10 +125,10 @@ def check_messages(messages: Sequence[MessageBody]) -> None:
 
 def nanoseconds(text: str, param: str) -> int:
     """Return a moment of the coordinator's clock as given in a query; raises InvalidRequestError naming `param`."""
-    is_number = text.isascii() and text.isdigit() and len(text) < len(str(_U64))
-    if not is_number:
+    found = whole_number(text, len(str(_U64)) - 1)
+    if found is None:
         raise InvalidRequestError.of_field(param, "must be whole nanoseconds, like now_ns of an earlier answer")
-    return int(text)
+    return found
 
 
 def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
@@ -249,8 +249,7 @@ def _biases(
     """Return biases of tokens and of texts, from OpenAI's form or llama-server's; false means "never"."""
     if isinstance(sent, Mapping):
         for token in sent:
-            is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
-            if not is_number or str(int(token)) != token:  # 007 would be 7 a second time
+            if str(whole_number(token, len(str(1 << 32)))) != token:  # 007 would be 7 a second time
                 raise InvalidRequestError.of_field("logit_bias", f"{token[:40]!r} is not a token id")
         return tuple(sorted((int(token), bias) for token, bias in sent.items() if bias)), ()
     biases = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]

@@ -13,6 +13,7 @@ from relayline.coordinator.http.responses.listing import page_of
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError, ResponseNotFoundError
+from relayline.wire.common.texts import whole_number
 
 
 class ResponseHandlers:
@@ -77,6 +78,7 @@ def _starting_after(request: web.Request) -> int:
     text = request.query.get("starting_after", "")
     if not text:
         return -1
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(CTX_TOKENS_MAX)) + 2):
+    found = whole_number(text, len(str(CTX_TOKENS_MAX)) + 2)
+    if found is None:
         raise InvalidRequestError.of_field("starting_after", "must be the sequence number of an event")
-    return int(text)
+    return found

@@ -8,11 +8,12 @@ from aiohttp import web
 
 from relayline.coordinator.http.edge.body import joined
 from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.queries import page_size
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.responses.items import KeptItem
 from relayline.wire.common.errors import InvalidRequestError
 
-PAGE_ITEMS, PAGE_ITEMS_MAX = 20, 100
+PAGE_ITEMS_MAX = 100
 
 
 async def page_of(request: web.Request, items: Sequence[KeptItem]) -> web.StreamResponse:
@@ -28,7 +29,7 @@ async def page_of(request: web.Request, items: Sequence[KeptItem]) -> web.Stream
         if after not in ids:
             raise InvalidRequestError.of_field("after", f"no item {after[:100]!r} is here; list from the beginning")
         begin = ids.index(after) + 1
-    page = items[begin : begin + _page_size(request)]
+    page = items[begin : begin + page_size(request, PAGE_ITEMS_MAX)]
     return await item_list(page, has_more=begin + len(page) < len(items))
 
 
@@ -49,10 +50,3 @@ def with_commas(entries: Iterable[Sequence[bytes]]) -> Iterator[bytes]:
         if at:
             yield b","
         yield from entry
-
-
-def _page_size(request: web.Request) -> int:
-    text = request.query.get("limit", str(PAGE_ITEMS))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= PAGE_ITEMS_MAX):
-        raise InvalidRequestError.of_field("limit", f"must be a number from 1 to {PAGE_ITEMS_MAX}")
-    return int(text)

@@ -29,6 +29,7 @@ from relayline.wire.common.texts import (
     printable_values,
     system_reason,
     tidy,
+    whole_number,
 )
 from relayline.wire.pb.relayline.v1 import join_pb2
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -133,3 +134,9 @@ def test_a_layer_alone_is_no_range() -> None:
 def test_one_thing_has_no_plural() -> None:
     assert [counted(n, "stage") for n in (0, 1, 2, 1024)] == ["0 stages", "1 stage", "2 stages", "1,024 stages"]
     assert [counted(n, "batch waits", "batches wait") for n in (1, 2)] == ["1 batch waits", "2 batches wait"]
+
+
+def test_a_whole_number_is_digits_alone() -> None:
+    assert [whole_number(text, 3) for text in ("0", "007", "999")] == [0, 7, 999]
+    others = ("", " 1", "1\n", "+1", "-1", "1_0", "1.0", "\u0663", "1000", "9" * 5_000)
+    assert {whole_number(text, 3) for text in others} == {None}

@@ -67,7 +67,7 @@ class Availability:
         if self.phase.rests:
             if self.phase is Phase.SLEEPING and now_ns < self._wakes_at_ns:
                 raise self._wake_refusal(now_ns)
-        elif self.phase not in (Phase.READY, Phase.RECOVERING) or self._waited_enough(now_ns):
+        elif not self.phase.is_up or self._waited_enough(now_ns):
             raise self.refusal(now_ns)
 
     def cannot_wake(self, why: str, now_ns: int, until_ns: int) -> NotReadyError:

@@ -20,7 +20,6 @@ from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.take_on import start_more
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.wire.common.errors import StartError
-from relayline.wire.common.phase import Phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def found_difference(to_start: Launch, directory: StateDir) -> Found | None:
     if launched is None or not launched.is_running:
         return None
     url = launched.state.url
-    if not url or launched.phase not in (Phase.READY, Phase.RECOVERING):
+    if not url or not launched.phase.is_up:
         return None  # it starts or ends: the lock says so
     found = fetch(url, PATH, key_of(launched), ("cuts", "layers", "stages", "hosts"))
     wanted = override(to_start.manifest, {"model": {"path": str(find_model(to_start.manifest).absolute())}})

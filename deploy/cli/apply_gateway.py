@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from relayline.deploy.manifest.gateway import Member
 
 LOOK_EVERY_S = 0.3
-ANSWERING = (Phase.READY, Phase.SLEEPING, Phase.WAKING)  # of pipelines that get requests
+_ANSWERING = tuple(phase for phase in Phase if phase.takes_requests)
 ALONE = "needs a new start, and no replica would answer meanwhile; `up` leaves it as it is"
 RESTARTS = "starts it again, after its running requests; its replicas answer meanwhile"
 
@@ -53,7 +53,7 @@ def applied_gateway(plan: GatewayPlan, directory: StateDir, *, is_dry: bool, as_
         if is_dry:
             _show_start(plan, as_json=as_json)
         return is_dry
-    if not launched.state.url or launched.phase not in (Phase.READY, Phase.RECOVERING):
+    if not launched.state.url or not launched.phase.is_up:
         return False  # it starts or ends: the lock says so
     differs = difference(load_gateway(directory.manifest), plan.manifest, unlike_manifest(launched.state))
     _show(plan.name, differs, is_dry=is_dry, as_json=as_json)
@@ -110,7 +110,7 @@ def _restarting(
 def replicas_of(launched: Launched, differs: GatewayDifference | None) -> dict[str, list[str]]:
     """Return the pipelines that answer for each other, by name. `differs`: with those that come before."""
     listed = fetch(launched.state.url, "/v1/pipeline", key_of(launched), ("pipelines",))["pipelines"]
-    models = {each["name"]: set(each["models"]) for each in listed if each["phase"] in ANSWERING}
+    models = {each["name"]: set(each["models"]) for each in listed if each["phase"] in _ANSWERING}
     found = {
         each["name"]: [name for name, theirs in models.items() if name != each["name"] and theirs & {*each["models"]}]
         for each in listed

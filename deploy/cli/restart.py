@@ -71,7 +71,7 @@ def _restart(launched: Launched, *, as_json: bool) -> None:
     by_hand = f"run `relayline down {name}`, then `relayline up` again"
     if not launched.state.starts_again:
         raise UsageError(f"{name} was started by an older relayline, or not by `up`; {by_hand}")
-    if launched.phase not in (Phase.READY, Phase.RECOVERING):
+    if not launched.phase.is_up:
         raise UsageError(f"{name} is {launched.phase.value}; wait until it is ready, or {by_hand}")
     directory.restart.write_text("{}")
     if not send_signal(launched.state.supervisor, MORE_SIGNAL):
@@ -107,7 +107,7 @@ async def _until_ready(launched: Launched, *, as_json: bool) -> LaunchState:
         if not is_running:
             why = reason or state.reason or f"its log says why: {directory.log('up')}"
             raise StartError(f"{name} has ended and did not start again: {why}")
-        if reason and state.phase in (Phase.READY, Phase.RECOVERING):
+        if reason and state.phase.is_up:
             raise StartError(f"{name} serves as before, because it could not start again: {reason}")
         if not is_ordered and state.phase is Phase.READY:
             return state

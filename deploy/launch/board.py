@@ -61,7 +61,7 @@ class Board:
         changed = msgspec.structs.replace(self[name], **changes)
         records = tuple(changed if record.name == name else record for record in self.state.processes)
         phase = self.state.phase
-        if phase in (Phase.READY, Phase.RECOVERING):
+        if phase.is_up:
             is_whole = all(record.state in WHOLE for record in records)
             phase = Phase.READY if is_whole else Phase.RECOVERING
         self._store(processes=records, phase=phase)

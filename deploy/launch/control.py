@@ -225,7 +225,7 @@ def _phase(pipeline: Launched, live: dict[str, Any] | None, *, is_answering: boo
     if live is not None and live.get("phase") in set(Phase):
         return Phase(live["phase"]), live.get("phase_s")
     since_s = (time.monotonic_ns() - state.phase_since_ns) / 1e9 if state.phase_since_ns else None
-    if pipeline.phase in (Phase.READY, Phase.RECOVERING) and not is_answering:
+    if pipeline.phase.is_up and not is_answering:
         coordinator = next((record for record in state.processes if record.role == "coordinator"), None)
         if coordinator is None or coordinator.state is HostState.READY:
             return Phase.UNREACHABLE, None

@@ -47,6 +47,16 @@ class Phase(enum.StrEnum):
         return self in (Phase.SLEEPING, Phase.WAKING)
 
     @property
+    def is_up(self) -> bool:
+        """Whether it serves, or serves again once a process that was lost is back."""
+        return self in (Phase.READY, Phase.RECOVERING)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request is answered, now or once the stages have loaded."""
+        return self is Phase.READY or self.rests
+
+    @property
     def has_ended(self) -> bool:
         """Whether an end in order was noted."""
         return self in (Phase.STOPPED, Phase.FAILED)

@@ -32,7 +32,6 @@ from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.sessions.tenants import Level, Tenant
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NotReadyError
-from relayline.wire.common.phase import Phase
 from relayline.wire.settings.table import ServingSettings
 
 log = logging.getLogger("relayline.batches")
@@ -46,7 +45,6 @@ DEATHS_MAX = 5  # of the process of one batch, in a row without an answer
 DEATH_PAUSE_S = 2.0
 MARKS_MAX = 2  # tries to name what was not asked: the first one ends early where the batch is cancelled meanwhile
 TOLD_BYTES_MAX = 1 << 20
-_AWAITED = (Phase.READY, Phase.SLEEPING, Phase.WAKING)  # phases in which a request is answered, now or soon
 _MARKS: dict[Status, str] = {"expired": EXPIRED, "cancelled": CANCELLED, "failed": FAILED}
 _WORKER = "relayline.coordinator.batches.worker"
 
@@ -212,7 +210,7 @@ class Keeper:
     def _may_begin(self, batch: StoredBatch, n_running: Counter[str]) -> bool:
         """Return whether there are lanes for it."""
         has_lane = batch.owner in n_running or len(n_running) < self._lanes()
-        return has_lane and self._generator.phase in _AWAITED
+        return has_lane and self._generator.phase.takes_requests
 
     async def _forget_expired(self) -> None:
         now_s = time.time()

@@ -27,14 +27,12 @@ from relayline.coordinator.http.responses.background import Background
 from relayline.coordinator.http.responses.keeper import ResponseKeeper
 from relayline.coordinator.http.responses.waiting import AGAIN, Waiting
 from relayline.coordinator.sessions.generation import Generator
-from relayline.wire.common.phase import Phase
 
 log = logging.getLogger("relayline.http")
 
 RESPONSE_HEADER = "x-relayline-response"
 STARTS_MAX = 5  # of one response, by coordinators that were killed or crashed
 LOOK_S = 1.0  # between two looks whether it may be asked for
-_AWAITED = (Phase.READY, Phase.SLEEPING, Phase.WAKING)  # phases in which a request is answered, now or soon
 _URL = "http://localhost/v1/responses"  # of a Unix socket
 _LATER = (429, 503, 507)
 
@@ -116,7 +114,7 @@ class Resuming:
             raise
         is_counted = False
         while self._background.waiting(waiting.id) is waiting:
-            if self._generator.phase in _AWAITED:
+            if self._generator.phase.takes_requests:
                 if not is_counted:
                     await self.keeper.started(waiting.id)
                     is_counted = True

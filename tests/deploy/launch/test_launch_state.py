@@ -181,7 +181,7 @@ def test_state_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def test_the_phase_follows_the_processes(tmp_path: Path) -> None:
     directory = StateDir(tmp_path)
     board = board_of(directory, me())
-    board.set_phase("ready")
+    board.set_phase(Phase.READY)
     board.set_process("stage-0", state="restarting")
     assert board.state.phase == "recovering"
     board.set_process("stage-0", state="ready", n_restarts=1)
@@ -215,7 +215,7 @@ def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path) -> No
         assert supervisor is not None
         directory.path.mkdir()
         board = board_of(directory, supervisor, pid=1, start_ticks=1)
-        board.set_phase("ready")
+        board.set_phase(Phase.READY)
         process.kill()
     pipeline = find("small", directory.path)
     assert pipeline is not None

@@ -7,11 +7,12 @@ passed on as text.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from relayline.coordinator.answers.calls import CallReader, NamedCall, NotACallError, ObjectCall
 from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, Thinking
@@ -36,6 +37,13 @@ class CallPart:
     name: str = ""
     id: str = ""
     is_custom: bool = False  # its tool takes free text: `arguments` are that
+
+    def arguments_object(self) -> Any:
+        """Return the arguments of a whole call as an object; those that were cut are none."""
+        try:
+            return json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return {}
 
 
 class Parts(NamedTuple):

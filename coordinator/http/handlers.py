@@ -28,6 +28,7 @@ from relayline.coordinator.http.workers.prepared import Prepared, PromptRoute, u
 from relayline.coordinator.observe import metrics
 from relayline.coordinator.observe.targets import targets
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.versions import version_of
 
 
 class Handlers:
@@ -51,14 +52,11 @@ class Handlers:
 
     async def version(self, _request: web.Request) -> web.StreamResponse:
         """GET /version, as vLLM has it."""
-        return response_of({"version": self._service.fingerprint.removeprefix("relayline-")})
+        return response_of({"version": version_of()})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        limits = self._service.limits
-        may_use = tenant_of(request).models
-        names = [*dict.fromkeys((self._service.model_id, *limits.model_aliases, *limits.adapters))]
-        names = [name for name in names if not may_use or name in may_use]
+        names = self._names(request)
         ends = (names[0], names[-1]) if names else ("", "")
         found = shapes.ModelList([self._model(name) for name in names], first_id=ends[0], last_id=ends[1])
         return response_of(found)
@@ -221,6 +219,12 @@ class Handlers:
         """Raise ModelNotFoundError unless the request's key may use the model that this name means."""
         is_other = name in self._service.limits.adapters
         check_may_use(tenant_of(request), name, "" if is_other else self._service.model_id)
+
+    def _names(self, request: web.Request) -> list[str]:
+        """Return the served names that the request's key may use."""
+        service, may_use = self._service, tenant_of(request).models
+        names = dict.fromkeys((service.model_id, *service.limits.model_aliases, *service.limits.adapters))
+        return [name for name in names if not may_use or name in may_use]
 
     def _model(self, name: str) -> shapes.Model:
         service = self._service

@@ -9,7 +9,6 @@ import asyncio
 import html
 import re
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -120,7 +119,7 @@ def describe(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "relayline", "version": _version()},
+        "info": {"title": "relayline", "version": version_of()},
         "paths": dict(sorted(paths.items())),
         "components": {
             "schemas": components,
@@ -196,13 +195,6 @@ def _summary(route: web.AbstractRoute) -> str:
     text = (route.handler.__doc__ or "").strip().partition("\n")[0]
     route_text, colon, rest = text.partition(": ")
     return (rest if colon else route_text).rstrip(".")
-
-
-def _version() -> str:
-    try:
-        return version_of()
-    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
-        return "dev"
 
 
 def _page(described: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from relayline.coordinator.batches.store import StoredBatch, StoredFile
+from relayline.coordinator.http.replies.shapes import utc_text
 
 K = TypeVar("K", StoredFile, StoredBatch)
 MESSAGE_BATCHES = "/v1/messages/batches"
@@ -101,9 +102,7 @@ def message_page(found: Sequence[StoredBatch], after: str | None, before: str | 
 
 
 def _time(unix_s: int | None) -> str | None:
-    if unix_s is None:
-        return None
-    return datetime.datetime.fromtimestamp(unix_s, datetime.UTC).isoformat().replace("+00:00", "Z")
+    return None if unix_s is None else utc_text(datetime.datetime.fromtimestamp(unix_s, datetime.UTC))
 
 
 def page_of(

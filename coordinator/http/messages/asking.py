@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from relayline.coordinator.http.requests.bodies import MESSAGES_MAX, ChatBody, Positive, Share, decode_body
+from relayline.coordinator.http.requests.bodies import MESSAGES_MAX, Positive, Share, decode_body
 from relayline.coordinator.http.requests.inner_form import (
     Fields,
     Inner,
@@ -27,7 +27,6 @@ from relayline.coordinator.http.requests.inner_form import (
 from relayline.coordinator.text.places import PLACE
 from relayline.wire.common.errors import InvalidRequestError
 
-_CONTINUE = "continue_final_message"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # A chat's fields -> those of this dialect, for errors.
 _NAMES = {
@@ -107,10 +106,7 @@ def _read(body: MessagesBody, raw: bytes | bytearray) -> Inner:
     messages = [message for at, turn in enumerate(body.messages) for message in _turn(turn, f"messages[{at}]")]
     fields = {**_fields(body), "messages": with_system(texts, messages)}
     if body.messages[-1].role == "assistant":
-        if _CONTINUE not in ChatBody.__struct_fields__:
-            text = "this server does not continue an assistant's turn; end with a turn of the user"
-            raise InvalidRequestError.of_field("messages", text)
-        fields[_CONTINUE] = True
+        fields["continue_final_message"] = True
     try:
         return Inner(chat_of(fields, read_object(raw)))
     except InvalidRequestError as error:

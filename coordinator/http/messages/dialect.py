@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,7 +87,7 @@ class MessagesDialect:
             content.append({"type": "thinking", "thinking": growth.reasoning, "signature": _SIGNATURE})
         if growth.text or not growth.calls:
             content.append(_text(growth.text))
-        content += [_tool_use(call, _arguments(call)) for call in growth.whole_calls()]
+        content += [_tool_use(call, call.arguments_object()) for call in growth.whole_calls()]
         return shapes.encode({**self._message(content), **self._ending(), "usage": _usage(*_tokens(usage))})
 
     def _message(self, content: list[Block]) -> dict[str, Any]:
@@ -130,14 +129,6 @@ class MessagesDialect:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return shapes.encode({"type": kind, **fields})
-
-
-def _arguments(call: CallPart) -> Any:
-    """Return a call's arguments as an object; those that were cut are none."""
-    try:
-        return json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        return {}
 
 
 def _text(text: str) -> Block:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,7 +92,7 @@ class OllamaDialect(OpenAIStream):
         return self._scored(self._object(growth.text, growth.reasoning, calls, is_done=False), growth.scored)
 
     def _object(self, text: str, thinking: str, calls: Sequence[CallPart], *, is_done: bool) -> dict[str, Any]:
-        created = self._clock().astimezone(datetime.UTC).isoformat().replace("+00:00", "Z")
+        created = shapes.utc_text(self._clock())
         head = {"model": self._header.model, "created_at": created}
         thought = {"thinking": thinking} if thinking else {}
         if not self._is_chat:
@@ -125,10 +124,6 @@ class OllamaDialect(OpenAIStream):
 
 
 def _written(call: CallPart) -> dict[str, Any]:
-    """Return a call as Ollama's clients read it: with its arguments as an object. Arguments that were cut are none."""
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = {}
-    function = {"index": call.index, "name": call.name, "arguments": arguments}
+    """Return a call as Ollama's clients read it: with its arguments as an object."""
+    function = {"index": call.index, "name": call.name, "arguments": call.arguments_object()}
     return {"id": call.id, "function": function}

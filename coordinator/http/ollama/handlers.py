@@ -12,7 +12,6 @@ from typing import Any, Literal
 from aiohttp import web
 
 from relayline.coordinator.http.edge.body import SMALL_BYTES_MAX, read_small
-from relayline.coordinator.http.edge.clients import tenant_of
 from relayline.coordinator.http.edge.middleware import json_response, response_of
 from relayline.coordinator.http.edge.steering import check_steers
 from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
@@ -47,12 +46,12 @@ class OllamaHandlers(EmbeddingHandlers):
 
     async def tags(self, request: web.Request) -> web.StreamResponse:
         """GET /api/tags: the served models."""
-        return response_of({"models": await self._listed(request)})
+        return response_of({"models": await self._entries(self._names(request))})
 
     async def running(self, request: web.Request) -> web.StreamResponse:
         """GET /api/ps: the served models, which are all loaded unless the pipeline sleeps."""
         generator = self._service.generator
-        loaded = [] if generator.phase is Phase.SLEEPING else await self._listed(request)
+        loaded = [] if generator.phase is Phase.SLEEPING else await self._entries(self._names(request))
         found = models.running(loaded, generator.ctx_tokens)
         return response_of({"models": found})
 
@@ -136,11 +135,6 @@ class OllamaHandlers(EmbeddingHandlers):
         name = validation.check_model(sent, self._service.model_id, self._service.limits)
         self._check_may_use(request, name)
         return name
-
-    async def _listed(self, request: web.Request) -> list[dict[str, Any]]:
-        service, may_use = self._service, tenant_of(request).models
-        names = dict.fromkeys((service.model_id, *service.limits.model_aliases, *service.limits.adapters))
-        return await self._entries([name for name in names if not may_use or name in may_use])
 
     async def _entries(self, names: Sequence[str]) -> list[dict[str, Any]]:
         service = self._service

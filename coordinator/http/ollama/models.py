@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from relayline.coordinator.http.replies.shapes import utc_text
+
 # A version of Ollama whose API has everything that is served here: clients ask for it, and refuse older ones.
 API_VERSION = "0.13.0"
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
@@ -18,7 +20,7 @@ _NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded that nobody unloads
 
 def without_answer(name: str, path: str, reason: Reason, now: datetime.datetime) -> bytes:
     """Return the body for a request to `path` that only loads or unloads a model. `now`: with its zone."""
-    created = now.astimezone(datetime.UTC).isoformat().replace("+00:00", "Z")
+    created = utc_text(now)
     text = {"message": {"role": "assistant", "content": ""}} if path == CHAT_PATH else {"response": ""}
     reply = {"model": name, "created_at": created, **text, "done": True, "done_reason": reason}
     return msgspec.json.encode(reply) + b"\n"
@@ -26,7 +28,7 @@ def without_answer(name: str, path: str, reason: Reason, now: datetime.datetime)
 
 def listed(names: Sequence[str], created: int, metadata: Mapping[str, str], size_bytes: int) -> list[dict[str, Any]]:
     """Return the entries of /api/tags. `created`: unix seconds. `metadata`: of the model's file, as text."""
-    modified = datetime.datetime.fromtimestamp(created, datetime.UTC).isoformat().replace("+00:00", "Z")
+    modified = utc_text(datetime.datetime.fromtimestamp(created, datetime.UTC))
     return [
         {
             "name": name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from importlib import metadata
 from typing import Literal
 
 import msgspec
@@ -58,7 +57,7 @@ class Service:
     conversation: Conversation
     model_id: str
     created: int  # unix seconds when the model came up
-    fingerprint: str
+    fingerprint: str  # what computes the answers, as far as their arithmetic goes
     limits: HttpLimits
     observer: Observer
     pool: BodyPool
@@ -158,18 +157,10 @@ def make_service(generator: Generator, model: ServedModel, limits: HttpLimits, o
         conversation=Conversation(model.chat, tokenizer, style.tool_style()),
         model_id=model.model_id,
         created=model.created,
-        fingerprint=_fingerprint(),
+        fingerprint=f"relayline-{version_of()}",
         limits=limits,
         observer=observer,
         pool=BodyPool(setting, tokenizer),
         media=Media(encoder) if encoder is not None else None,
         template_fault=style.fault,
     )
-
-
-def _fingerprint() -> str:
-    """Return `system_fingerprint`: what computed the answer, as far as its arithmetic goes."""
-    try:
-        return f"relayline-{version_of()}"
-    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
-        return "relayline-dev"

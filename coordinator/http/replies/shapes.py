@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Literal
 
 import msgspec
@@ -12,6 +13,11 @@ from relayline.coordinator.sessions import generation
 from relayline.coordinator.sessions.tenants import ServiceTier
 
 encode = msgspec.json.Encoder().encode
+
+
+def utc_text(moment: datetime.datetime) -> str:
+    """Return a moment as RFC 3339 has it, in UTC. `moment`: with its zone."""
+    return moment.astimezone(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 class PromptTokensDetails(Struct):

@@ -170,9 +170,7 @@ class Forwarder:
         try:
             async with (
                 link.until_lost(),
-                self.links.session.get(
-                    link.url(path), headers=self._keyed(link, headers), ssl=link.tls, allow_redirects=False
-                ) as answer,
+                self.links.request(link, hdrs.METH_GET, path, self._keyed(link, headers)) as answer,
             ):
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
@@ -216,14 +214,13 @@ class Forwarder:
         try:
             async with (
                 link.until_lost(),
-                self.links.session.request(
+                self.links.request(
+                    link,
                     outgoing.method,
-                    link.url(outgoing.path),
-                    headers=self._keyed(link, outgoing.headers),
+                    outgoing.path,
+                    self._keyed(link, outgoing.headers),
                     data=outgoing.body,
                     skip_auto_headers=_SKIPPED,
-                    ssl=link.tls,
-                    allow_redirects=False,
                 ) as answer,
             ):
                 if answer.status in passed and not is_last:
@@ -258,12 +255,8 @@ class Forwarder:
         try:
             async with (
                 link.until_lost(),
-                self.links.session.post(
-                    link.url(path),
-                    headers=self._keyed(link, headers),
-                    skip_auto_headers=_SKIPPED,
-                    ssl=link.tls,
-                    allow_redirects=False,
+                self.links.request(
+                    link, hdrs.METH_POST, path, self._keyed(link, headers), skip_auto_headers=_SKIPPED
                 ) as answer,
             ):
                 return await _refusal(answer)

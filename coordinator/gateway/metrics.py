@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
@@ -22,27 +23,17 @@ class _Backends:
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each figure."""
-        up = GaugeMetricFamily(f"{PREFIX}pipeline_up", "Whether the pipeline gets requests", labels=[PIPELINE])
-        outstanding = GaugeMetricFamily(
-            f"{PREFIX}requests_running", "Requests of this gateway that run there", labels=[PIPELINE]
-        )
-        others = GaugeMetricFamily(
-            f"{PREFIX}requests_of_others", "Requests of others that run there", labels=[PIPELINE]
-        )
-        work = GaugeMetricFamily(f"{PREFIX}work_tokens", "Outstanding work, in prompt tokens", labels=[PIPELINE])
-        sent = CounterMetricFamily(
-            f"{PREFIX}requests_sent", "All requests sent there: retries, scrapes and pages too", labels=[PIPELINE]
-        )
-        asleep = GaugeMetricFamily(f"{PREFIX}pipeline_asleep", "Whether the pipeline sleeps", labels=[PIPELINE])
-        waiting = GaugeMetricFamily(
-            f"{PREFIX}requests_waiting", "Requests that wait until the pipeline may wake (awakeMax)", labels=[PIPELINE]
-        )
-        waited = CounterMetricFamily(
-            f"{PREFIX}requests_waited", "Requests that had to wait until the pipeline may wake", labels=[PIPELINE]
-        )
-        swaps = CounterMetricFamily(
-            f"{PREFIX}swaps", "How often the pipeline was put to sleep for another one", labels=[PIPELINE]
-        )
+        gauge = functools.partial(GaugeMetricFamily, labels=[PIPELINE])
+        counter = functools.partial(CounterMetricFamily, labels=[PIPELINE])
+        up = gauge(f"{PREFIX}pipeline_up", "Whether the pipeline gets requests")
+        outstanding = gauge(f"{PREFIX}requests_running", "Requests of this gateway that run there")
+        others = gauge(f"{PREFIX}requests_of_others", "Requests of others that run there")
+        work = gauge(f"{PREFIX}work_tokens", "Outstanding work, in prompt tokens")
+        sent = counter(f"{PREFIX}requests_sent", "All requests sent there: retries, scrapes and pages too")
+        asleep = gauge(f"{PREFIX}pipeline_asleep", "Whether the pipeline sleeps")
+        waiting = gauge(f"{PREFIX}requests_waiting", "Requests that wait until the pipeline may wake (awakeMax)")
+        waited = counter(f"{PREFIX}requests_waited", "Requests that had to wait until the pipeline may wake")
+        swaps = counter(f"{PREFIX}swaps", "How often the pipeline was put to sleep for another one")
         for backend in self._router.backends:
             label = [backend.name]
             up.add_metric(label, float(backend.health is Health.READY))
@@ -55,8 +46,8 @@ class _Backends:
             waiting.add_metric(label, counts.n_waiting)
             waited.add_metric(label, counts.n_waited)
             swaps.add_metric(label, counts.n_sleeps)
-            for counter in self._counters:
-                counter.labels(backend.name)
+            for each in self._counters:
+                each.labels(backend.name)
         yield from (up, outstanding, others, work, sent, asleep, waiting, waited, swaps)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
-from relayline.coordinator.http.batches.begin import keep_batches, working
+from relayline.coordinator.http.batches.begin import keep_batches
 from relayline.coordinator.http.batches.keeper import Keeper
 from relayline.coordinator.http.edge.api_keys import protect_http
 from relayline.coordinator.http.edge.inside import Inside
@@ -44,10 +44,26 @@ async def opened(
             stack.push_async_callback(responses.keeper.close)
         runner, port = await start_http(app, listener.host, listener.port, context=tls)
         stack.push_async_callback(runner.cleanup)
-        if batches is not None or responses is not None:
+        working = [each for each in (batches, responses) if each is not None]
+        if working:
             socket = await stack.enter_async_context(inside.listening(runner))
-        if batches is not None:
-            await stack.enter_async_context(working(batches, socket, stopping))
-        if responses is not None:
-            await stack.enter_async_context(responses.going_on(socket, stopping))
+        for each in working:
+            each.start(socket)
+            await stack.enter_async_context(_closed_at(stopping, each.close))
         yield port, batches
+
+
+@contextlib.asynccontextmanager
+async def _closed_at(stopping: asyncio.Event, close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Close something once `stopping` is set, at the latest after the context: nothing that drains waits for it."""
+
+    async def wait() -> None:
+        await stopping.wait()
+        await close()
+
+    closing = asyncio.create_task(wait())
+    try:
+        yield
+    finally:
+        stopping.set()
+        await closing

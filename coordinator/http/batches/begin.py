@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 from aiohttp import web
@@ -31,20 +29,3 @@ async def keep_batches(
     keeper = app[KEEPER] = Keeper(store, serving, generator, inside)
     inside.add(BATCH_HEADER, keeper.let_in)
     return keeper
-
-
-@contextlib.asynccontextmanager
-async def working(keeper: Keeper, socket: Path, stopping: asyncio.Event) -> AsyncIterator[None]:
-    """Work on batches within, until `stopping` is set: a pipeline that drains does not wait for their requests."""
-    keeper.start(socket)
-
-    async def close() -> None:
-        await stopping.wait()
-        await keeper.close()
-
-    closing = asyncio.create_task(close())
-    try:
-        yield
-    finally:
-        stopping.set()
-        await closing

@@ -49,18 +49,12 @@ async def receive(request: web.Request, path: Path, n_max: int) -> Uploaded:
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise HttpRefusal(415, "a file is sent uncompressed", "unsupported_encoding")
     found = Uploaded()
-    file = await asyncio.to_thread(_create, path)
-    try:
+    async with _new_file(path) as file:
         with request.receiving() as limits:
             await _read_form(request, found, file, _Pace(limits, n_max))
         if found.n_bytes is None:
             raise InvalidRequestError.of_field("file", "is missing")
         await asyncio.to_thread(_finish, file, path)
-    except BaseException:
-        await asyncio.to_thread(_remove, path)
-        raise
-    finally:
-        file.close()
     return found
 
 
@@ -74,8 +68,7 @@ async def receive_body(request: web.Request, path: Path, n_max: int) -> None:
         raise _too_large(n_max)
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise HttpRefusal(415, "the requests of a batch are sent uncompressed", "unsupported_encoding")
-    file, n_bytes = await asyncio.to_thread(_create, path), 0
-    try:
+    async with _new_file(path) as file:
         with request.receiving() as limits:
             pace = _Pace(limits, n_max)
             while True:
@@ -84,10 +77,15 @@ async def receive_body(request: web.Request, path: Path, n_max: int) -> None:
                 if not piece:
                     return
                 pace.count(len(piece))
-                n_bytes += len(piece)
-                if n_bytes > n_max:
-                    raise _too_large(n_max)
                 await asyncio.to_thread(_write, file, piece)
+
+
+@contextlib.asynccontextmanager
+async def _new_file(path: Path) -> AsyncIterator[BinaryIO]:
+    """A file to be written within; after an error it is gone. Raises OSError."""
+    file = await asyncio.to_thread(_create, path)
+    try:
+        yield file
     except BaseException:
         await asyncio.to_thread(_remove, path)
         raise
@@ -99,25 +97,27 @@ class _Pace:
     """How fast a client must send, and how much it may."""
 
     def __init__(self, limits: HttpLimits, n_max: int) -> None:
-        self._limits, self.n_max = limits, n_max
+        self._limits, self._n_max = limits, n_max
         self._loop = asyncio.get_running_loop()
-        self._begun_s, self._n_bytes = self._loop.time(), 0
+        self._begun_s, self.n_bytes = self._loop.time(), 0
 
     @contextlib.asynccontextmanager
     async def next(self) -> AsyncIterator[None]:
         """Wait for the next piece within. Raises HttpRefusal."""
         limits = self._limits
-        left_s = self._begun_s + limits.body_grace_s + self._n_bytes / limits.body_rate_min - self._loop.time()
+        left_s = self._begun_s + limits.body_grace_s + self.n_bytes / limits.body_rate_min - self._loop.time()
         try:
             async with asyncio.timeout(min(limits.body_stall_s, left_s)):
                 yield
         except TimeoutError:
-            text = f"the body came too slowly: {self._n_bytes} bytes so far"
+            text = f"the body came too slowly: {self.n_bytes} bytes so far"
             raise HttpRefusal(408, text, "timeout") from None
 
     def count(self, n_bytes: int) -> None:
-        """So many bytes have come."""
-        self._n_bytes += n_bytes
+        """So many bytes have come. Raises HttpRefusal for more than there may be."""
+        self.n_bytes += n_bytes
+        if self.n_bytes > self._n_max:
+            raise _too_large(self._n_max)
 
 
 async def _read_form(request: web.Request, found: Uploaded, file: BinaryIO, pace: _Pace) -> None:
@@ -142,20 +142,17 @@ async def _read_form(request: web.Request, found: Uploaded, file: BinaryIO, pace
 
 
 async def _read_file(part: aiohttp.BodyPartReader, file: BinaryIO, pace: _Pace) -> int:
-    n_bytes, gathered = 0, bytearray()
+    gathered = bytearray()
     while not part.at_eof():
         async with pace.next():
             piece = await part.read_chunk(PIECE_BYTES)
         pace.count(len(piece))
-        n_bytes += len(piece)
-        if n_bytes > pace.n_max:
-            raise _too_large(pace.n_max)
         gathered += piece
         if len(gathered) >= PIECE_BYTES:
             await asyncio.to_thread(_write, file, bytes(gathered))
             gathered.clear()
     await asyncio.to_thread(_write, file, bytes(gathered))
-    return n_bytes
+    return pace.n_bytes
 
 
 async def _read_field(part: aiohttp.BodyPartReader, pace: _Pace) -> str:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -43,6 +43,7 @@ class Resuming:
     def __init__(self, background: Background, keeper: ResponseKeeper, generator: Generator, inside: Inside) -> None:
         self.keeper, self._background = keeper, background
         self._generator, self._inside = generator, inside
+        self._asking: asyncio.Task[None] | None = None
         inside.add(RESPONSE_HEADER, self.let_in)
 
     def let_in(self, request: web.Request, id: str) -> None:
@@ -55,23 +56,16 @@ class Resuming:
         if waiting.owner:
             request[CLIENT] = waiting.owner
 
-    @contextlib.asynccontextmanager
-    async def going_on(self, socket: Path, stopping: asyncio.Event) -> AsyncIterator[None]:
-        """Ask for them within, until `stopping` is set. The next coordinator goes on with the others."""
-        asking = asyncio.create_task(self._run(socket))
+    def start(self, socket: Path) -> None:
+        """Ask for them over this application's own socket."""
+        self._asking = asyncio.create_task(self._run(socket))
 
-        async def leave() -> None:
-            await stopping.wait()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await self._background.leave()
-
-        leaving = asyncio.create_task(leave())
-        try:
-            yield
-        finally:
-            stopping.set()
-            await leaving
+    async def close(self) -> None:
+        """Ask for no more. The next coordinator goes on with those that have not ended."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+        await self._background.leave()
 
     async def _run(self, socket: Path) -> None:
         waiting = self._background.all_waiting()

@@ -123,7 +123,7 @@ class Known:
 
 
 def token_times(
-    session: SessionRecord, responses: Sequence[pb.BatchesResponse | None], known: Known, now_ns: int
+    session: SessionRecord, responses: Sequence[pb.BatchesResponse | None], known: Known
 ) -> list[TokenTime]:
     """Return the times of a session's tokens, in order: of the latest, if it has more than are remembered.
 
@@ -132,7 +132,7 @@ def token_times(
     told = _told(session)
     if not told:
         return []
-    told_of = _ToldOf(known.sessions, now_ns)
+    told_of = _ToldOf(known.sessions)
     indexes = [_index(response, session.session_id) for response in responses]
     chains = [_chain(indexes, session.n_prompt + index - 1, at_ns) for index, at_ns in told.items()]
     # Where the row behind a token came back under a grant, nothing waited for the token to be taken here.
@@ -245,8 +245,8 @@ def _told(session: SessionRecord) -> dict[int, int]:
 class _ToldOf:
     """When tokens of batch mates were taken."""
 
-    def __init__(self, sessions: Mapping[int, SessionRecord], now_ns: int) -> None:
-        self._sessions, self._now_ns = sessions, now_ns
+    def __init__(self, sessions: Mapping[int, SessionRecord]) -> None:
+        self._sessions = sessions
         self._told: dict[int, dict[int, int]] = {}
 
     def mates_ns(self, passed: Passed, sent_ns: int) -> int:

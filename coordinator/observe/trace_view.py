@@ -91,7 +91,7 @@ def _stream(
             {"at_ms": _ms(event.at_ns - zero_ns), "name": event.name, "detail": event.detail or None}
             for event in session.events
         ],
-        **_times(session, responses, zero_ns, now_ns, known),
+        **_times(session, responses, zero_ns, known),
         "stages": [
             _stage(index, response, session, owners, zero_ns) for index, response in enumerate(responses)
         ],
@@ -99,10 +99,10 @@ def _stream(
 
 
 def _times(
-    session: SessionRecord, responses: Sequence[pb.BatchesResponse | None], zero_ns: int, now_ns: int, known: Known
+    session: SessionRecord, responses: Sequence[pb.BatchesResponse | None], zero_ns: int, known: Known
 ) -> dict[str, object]:
     """Return where the time of a session went: of its two phases in sum, and of each token."""
-    times, n_stages = token_times(session, responses, known, now_ns), len(responses)
+    times, n_stages = token_times(session, responses, known), len(responses)
     prefill = [each for each in times if not each.index]
     decode_ns = session.last_token_ns - session.first_token_ns
     return {

@@ -78,7 +78,7 @@ class MessagesBody(Struct, kw_only=True):
     mcp_servers: list[Any] | None = None
 
 
-def read(raw: bytes | bytearray, n_context: int = 0) -> Inner:
+def read(raw: bytes | bytearray) -> Inner:
     """Return a body as a chat. Raises InvalidRequestError."""
     body = decode_body(raw, MessagesBody)
     if body.max_tokens is None:
@@ -86,7 +86,7 @@ def read(raw: bytes | bytearray, n_context: int = 0) -> Inner:
     return _read(body, raw)
 
 
-def read_counted(raw: bytes | bytearray, n_context: int = 0) -> Inner:
+def read_counted(raw: bytes | bytearray) -> Inner:
     """Return the body of /v1/messages/count_tokens as a chat. Raises InvalidRequestError."""
     return _read(decode_body(raw, MessagesBody), raw)
 

@@ -129,7 +129,7 @@ class OllamaEmbedBody(Struct, kw_only=True):
     keep_alive: Any = None
 
 
-def read_chat(raw: bytes | bytearray, n_context: int = 0) -> Inner:
+def read_chat(raw: bytes | bytearray) -> Inner:
     """Return the body of /api/chat as a chat. Raises InvalidRequestError."""
     body = decode_body(raw, OllamaChatBody)
     if not body.messages:

@@ -52,7 +52,7 @@ class AnswerOptions(Struct):
     response_format: str
 
 
-def read(raw: bytes | bytearray, _n_context: int) -> Inner:
+def read(raw: bytes | bytearray) -> Inner:
     """Return a form as a chat. Raises InvalidRequestError."""
     form = fields_of(raw)
     if "file" not in form:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from relayline.coordinator.http.conversations import asking as conversations_asking
 from relayline.coordinator.http.messages import asking as messages_asking
@@ -12,14 +11,16 @@ from relayline.coordinator.http.requests.inner_form import Inner
 from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.transcriptions import asking as transcriptions_asking
 from relayline.coordinator.http.workers.prepared import Route, Work
+from relayline.wire.common.errors import InvalidRequestError
 
+Rename = Callable[[InvalidRequestError], InvalidRequestError]
 # Route -> what reads its body as a chat, and what makes an error about the chat one about the body.
-CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[Any], Any]]] = {
-    "responses": (responses_asking.read, responses_asking.rename),
-    "messages": (messages_asking.read, messages_asking.rename),
-    "counted": (messages_asking.read_counted, messages_asking.rename),
-    "transcriptions": (transcriptions_asking.read, transcriptions_asking.rename),
-    "ollama_chat": (ollama_asking.read_chat, ollama_asking.rename),
+CHATS: dict[Route, tuple[Callable[[Work], Inner], Rename]] = {
+    "responses": (lambda work: responses_asking.read(work.raw, work.asked.n_context), responses_asking.rename),
+    "messages": (lambda work: messages_asking.read(work.raw), messages_asking.rename),
+    "counted": (lambda work: messages_asking.read_counted(work.raw), messages_asking.rename),
+    "transcriptions": (lambda work: transcriptions_asking.read(work.raw), transcriptions_asking.rename),
+    "ollama_chat": (lambda work: ollama_asking.read_chat(work.raw), ollama_asking.rename),
 }
 # Route -> what reads its body, and needs nothing of the model.
 ITEMS: dict[Route, Callable[[Work], bytes]] = {

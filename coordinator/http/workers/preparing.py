@@ -185,7 +185,7 @@ class Preparer:
 
     def _of_other_dialect(self, work: Work) -> Prepared:
         read, rename = CHATS[work.asked.route]
-        inner = read(work.raw, work.asked.n_context)
+        inner = read(work)
         try:
             prepared = self._prepared_chat(work, inner.chat)
         except InvalidRequestError as error:
@@ -299,8 +299,7 @@ class Preparer:
 
 def as_sent(route: Route, error: InvalidRequestError) -> InvalidRequestError:
     """Return an error about a chat as one about the body that the chat was made from."""
-    found: InvalidRequestError = CHATS[route][1](error) if route in CHATS else error
-    return found
+    return CHATS[route][1](error) if route in CHATS else error
 
 
 def _chat_template(setting: Setting) -> ChatTemplate:

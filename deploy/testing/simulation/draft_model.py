@@ -11,7 +11,7 @@ from relayline.coordinator.drafting.streams import Row, Streams
 from relayline.coordinator.sessions.drafted import Drafted
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.deploy.testing.simulation.drafts import N_VOCAB, oracle
-from relayline.deploy.testing.simulation.run import AUTO, Setup, Simulation
+from relayline.deploy.testing.simulation.run import AUTO, Simulation
 from relayline.deploy.testing.simulation.world import World
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -34,9 +34,9 @@ class DraftModelFacts:
 class DraftedSimulation(Simulation):
     """Call `run` once; every request has a draft model."""
 
-    def __init__(self, world: World, model: DraftModelFacts, setup: Setup = AUTO) -> None:
-        schedule = dataclasses.replace(setup.schedule, draft_model_tokens=CELLS)
-        super().__init__(world, dataclasses.replace(setup, schedule=schedule))
+    def __init__(self, world: World, model: DraftModelFacts) -> None:
+        schedule = dataclasses.replace(AUTO.schedule, draft_model_tokens=CELLS)
+        super().__init__(world, dataclasses.replace(AUTO, schedule=schedule))
         self.drafted = Drafted(drafts=True, model_tokens=CELLS, n_vocab=2 * N_VOCAB)
         self._model, self._streams = model, Streams(CELLS, 2 * N_VOCAB, lambda _: False)
         self._inbox: list[ToDrafter] = []

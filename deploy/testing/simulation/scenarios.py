@@ -183,10 +183,10 @@ def drafting(
 
 
 def draft_model_gain(
-    stages: tuple[StageModel, ...], n_streams: int, model: DraftModelFacts, *, link_ns: int = 0, n_tokens: int = 96
+    stages: tuple[StageModel, ...], n_streams: int, model: DraftModelFacts, *, link_ns: int = 0
 ) -> float:
     """Return the tokens per second of streams with a draft model, relative to those without drafts, while all run."""
-    world = World(stages, streams(n_streams, n_tokens), link_ns=link_ns, jitter=0.03)
+    world = World(stages, streams(n_streams, 96), link_ns=link_ns, jitter=0.03)
     plain, drafted = Simulation(world, PLAIN).run().audit, DraftedSimulation(world, model).run().audit
     return drafted.figures(*drafted.common_window()).tokens_per_s / plain.figures(*plain.common_window()).tokens_per_s
 

@@ -82,8 +82,8 @@ class Circle:
             session.token(row + 1, told_ns)
         return told_ns
 
-    def times(self, session: SessionRecord, now_ns: int = 0) -> list[TokenTime]:
-        return token_times(session, self.answers, Known(self.sessions, self.arrivals_ns), now_ns)
+    def times(self, session: SessionRecord) -> list[TokenTime]:
+        return token_times(session, self.answers, Known(self.sessions, self.arrivals_ns))
 
 
 def lived(circle: Circle, n_tokens: int = 4) -> SessionRecord:
@@ -184,7 +184,7 @@ def test_a_stage_that_has_forgotten_leaves_a_rest_and_nothing_is_counted_for_ano
     assert share(second, REST) == DECIDING_NS + sum(WAYS.values()) + WAYS[HOP]
     assert share(second, HOP) == [0, 0]
     assert share(second, COMPUTE) == [0, WAYS[COMPUTE]]
-    silent = token_times(session, [None, None], Known(), 0)
+    silent = token_times(session, [None, None], Known())
     assert all(share(time, REST) == time.parts.took_ns == total(time) for time in silent)
     sums = summed([], 500, 2)
     assert (sums.took_ns, sums.whole_ns) == (500, {REST: 500})

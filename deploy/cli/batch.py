@@ -26,7 +26,7 @@ from relayline.deploy.cli.options import OUTPUT, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, FileToWrite
 from relayline.deploy.cli.terminal import can_move
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
-from relayline.wire.common.texts import counted
+from relayline.wire.common.texts import counted, duration_text
 
 if TYPE_CHECKING:
     from relayline.coordinator.batches.asking import Progress
@@ -169,7 +169,7 @@ async def _ask(
         def waits(error: Exception | None) -> None:
             why = "loads; the batch begins when it is ready"
             if error is not None:
-                why = f"does not answer ({why_silent(error)}); trying again for {_duration(first_answer_s)}"
+                why = f"does not answer ({why_silent(error)}); trying again for {duration_text(first_answer_s)}"
             _say(f"{url} {why}", is_last=True)
 
         try:
@@ -206,25 +206,17 @@ def progress_line(progress: Progress, n_left: int, now_s: float) -> str:
     if progress.n_tokens:
         words.append(f"{progress.n_tokens / max(now_s - progress.began_s, 1e-9):,.1f} tok/s")
     if n_done:
-        words.append(f"{_duration((now_s - progress.began_s) / n_done * (n_left - n_done))} left")
+        words.append(f"{duration_text((now_s - progress.began_s) / n_done * (n_left - n_done))} left")
     return ", ".join([*words, *([f"trying again: {progress.trouble}"] if progress.trouble else [])])
 
 
 def _speed(progress: Progress, now_s: float) -> str:
     took_s = now_s - progress.began_s
+    took = f"{took_s:.1f} s" if took_s < 10 else duration_text(took_s)
     n_done = progress.n_answered + progress.n_failed
-    return f"{counted(n_done, 'request')} and {counted(progress.n_tokens, 'token')} in {_duration(took_s)}, " + (
+    return f"{counted(n_done, 'request')} and {counted(progress.n_tokens, 'token')} in {took}, " + (
         f"{progress.n_tokens / max(took_s, 1e-9):,.1f} tok/s"
     )
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration for a person, in its two largest units."""
-    whole = round(seconds)
-    for unit_s, word, part_s, part_word in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit_s:
-            return f"{whole // unit_s} {word} {whole % unit_s // part_s} {part_word}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
 
 
 def _is_live() -> bool:

@@ -13,6 +13,7 @@ from relayline.deploy.cli.options import FloatRange
 from relayline.deploy.cli.paths import Directory
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.places import artifacts_dir
+from relayline.wire.common.texts import counted
 from relayline.wire.common.units import MIB
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_
 
 
 def _counted(count: int, kind: str) -> str:
-    return f"{count} {kind.removesuffix('s') if count == 1 else kind}"
+    return counted(count, kind.removesuffix("s"))
 
 
 def _entries(kind: str | None, directory: Path | None) -> list[Kept]:

@@ -15,7 +15,7 @@ import click
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
 from relayline.deploy.cli.options import FloatRange, IntRange, Line
 from relayline.wire.common.errors import ContextLengthError, RelaylineError, UsageError
-from relayline.wire.common.texts import printable
+from relayline.wire.common.texts import counted, printable
 
 ROUTE = "/v1/chat/completions"
 QUESTION_CHARS_MAX = 1 << 20  # of a question from a pipe; no context holds more
@@ -60,7 +60,7 @@ class Answer:
         """Return how long it took, in words."""
         if self.first_s is None or not self.n_tokens:
             return "no answer" if self.first_s is None else "stopped"
-        words = [f"{self.n_tokens} token{'s' * (self.n_tokens != 1)}"]
+        words = [counted(self.n_tokens, "token")]
         if self.n_tokens > 1 and self.last_s > self.first_s:
             words.append(f"{(self.n_tokens - 1) / (self.last_s - self.first_s):.1f} tok/s")
         words.append(f"the first after {(self.first_s - self.began_s) * 1e3:.0f} ms")

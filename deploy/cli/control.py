@@ -21,7 +21,7 @@ from relayline.deploy.cli.unequal import gateway_lines, unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import joined_dir
-from relayline.wire.common.texts import counted, layer_range
+from relayline.wire.common.texts import counted, duration_text, layer_range
 from relayline.wire.common.units import bytes_text
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def status_command(ctx: click.Context, name: str | None, as_json: bool, state_di
     if name is None and state_dir is None:
         found: list[Launched] = [pipeline for pipeline in launched(None) if pipeline.is_running]
     else:
-        one = find(name, state_dir) if name is not None else next(iter(launched(state_dir)), None)
+        one = find(name, state_dir)
         found = [one] if one is not None else []
     described = [describe(pipeline) for pipeline in found]
     if as_json:
@@ -126,9 +126,9 @@ def _head_line(facts: dict[str, Any]) -> str:
     if facts["phase"] == Phase.DEAD:
         head += " (its supervisor ended unexpectedly; `relayline up` starts it again)"
     if facts["phase_s"] is not None:
-        head += f" for {_duration(facts['phase_s'])}"
+        head += f" for {duration_text(facts['phase_s'])}"
     if facts["uptime_s"] is not None:
-        head += f", up {_duration(facts['uptime_s'])}, pid {facts['pid']}"
+        head += f", up {duration_text(facts['uptime_s'])}, pid {facts['pid']}"
     if facts["url"]:
         reached = {entry["name"]: entry["address"] for entry in facts["processes"]}.get("coordinator", "")
         head += f", {url_to_show(facts['url'], reached)}/v1"
@@ -176,9 +176,9 @@ def _process_table(processes: list[dict[str, Any]], width: int | None = None) ->
     for entry in processes:
         layers = layer_range(*entry["layers"]) if entry["layers"] else ""
         pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))
-        up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])
+        up = "" if entry["uptime_s"] is None else duration_text(entry["uptime_s"])
         restarts = str(entry["n_restarts"])
-        heard = "" if entry["last_heard_s"] is None else f"{_duration(entry['last_heard_s'])} ago"
+        heard = "" if entry["last_heard_s"] is None else f"{duration_text(entry['last_heard_s'])} ago"
         rows.append(
             (entry["name"], entry["state"], layers, pid, up, restarts, heard, entry["address"], entry["detail"])
         )
@@ -189,15 +189,6 @@ def _process_table(processes: list[dict[str, Any]], width: int | None = None) ->
     while dispensable and width is not None and sum(widths.values()) - widths[_DETAIL] + 2 * (len(widths) - 1) > width:
         del widths[dispensable.pop(0)]
     return ["  ".join(row[at].ljust(cells) for at, cells in widths.items()).rstrip() for row in rows]
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if whole >= size:
-            rest = whole % size // {86_400: 3_600, 3_600: 60, 60: 1}[size]
-            return f"{whole // size} {unit} {rest} { {'d': 'h', 'h': 'min', 'min': 's'}[unit] }"
-    return f"{whole} s"
 
 
 @click.command("down", short_help="End a pipeline that runs on this machine.")
@@ -212,9 +203,9 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
 
     NAME is a pipeline's name or its manifest; the default is the only one that runs. Exit code 0 also if none runs.
     """
-    from relayline.deploy.launch.control import end, find, launched
+    from relayline.deploy.launch.control import end, find
 
-    pipeline = find(name, state_dir) if name is not None or state_dir is None else next(iter(launched(state_dir)), None)
+    pipeline = find(name, state_dir)
     if pipeline is None:
         click.echo("nothing runs here")
         return
@@ -242,9 +233,9 @@ def logs_command(name: str | None, process: str | None, n_lines: int, follow: bo
     PROCESS is coordinator, a stage's name, or up for the supervisor. Without it all processes are shown by time, each
     line with its process.
     """
-    from relayline.deploy.launch.control import find, launched
+    from relayline.deploy.launch.control import find
 
-    pipeline = find(name, state_dir) if name is not None or state_dir is None else next(iter(launched(state_dir)), None)
+    pipeline = find(name, state_dir)
     if pipeline is None:
         raise UsageError("nothing runs here; name a pipeline to see its logs")
     local = [record.name for record in pipeline.state.processes if record.host == "localhost"]

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from relayline.deploy.cli.options import FloatRange
 from relayline.deploy.cli.paths import FileToRead
+from relayline.wire.common.texts import counted
 
 if TYPE_CHECKING:
     from relayline.deploy.doctor.report import Finding
@@ -80,8 +81,5 @@ def _print(findings: list[Finding]) -> None:
         if found.remedy:
             console.print(Text(f"{'':<8} {'':<{width}}  -> {found.remedy}"))
     counts = {name: sum(found.outcome.value == name for found in findings) for name in COLORS}
-    plural = {True: "", False: "s"}
-    console.print(
-        f"{counts['ok']} ok, {counts['warning']} warning{plural[counts['warning'] == 1]}, "
-        f"{counts['failure']} failure{plural[counts['failure'] == 1]}"
-    )
+    wrong = ", ".join(counted(counts[name], name) for name in ("warning", "failure"))
+    console.print(f"{counts['ok']} ok, {wrong}")

@@ -225,7 +225,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "experts": str(facts.n_experts) if facts.n_experts else "none",
         "vocabulary": str(facts.n_vocab),
         "context": f"{facts.ctx_train} tokens",
-        "size": f"{bytes_text(facts.file_bytes)} in {facts.n_files} file" + ("s" if facts.n_files > 1 else ""),
+        "size": f"{bytes_text(facts.file_bytes)} in {counted(facts.n_files, 'file')}",
         "types": ", ".join(f"{share.type_name} {bytes_text(share.size_bytes)}" for share in facts.quantization),
         "each layer": _runs(facts.layer_bytes, bytes_text),
         "embedding": _embedding_of(facts),

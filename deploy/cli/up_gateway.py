@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import click
 
 from relayline.deploy.cli.gateway import gateway_with_flags
 from relayline.deploy.cli.sections import OF_CLIENTS
-from relayline.wire.common.errors import RelaylineError, UsageError
+from relayline.wire.common.errors import UsageError
 
 # Flags of `up` that fit a gateway's manifest; a pipeline's settings are in its own manifest.
 UP_FLAGS = frozenset(
@@ -23,7 +22,7 @@ UP_FLAGS = frozenset(
 def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
     """Launch the pipelines of a gateway's manifest. Raises UsageError, StartError."""
     from relayline.deploy.cli.apply_gateway import applied_gateway
-    from relayline.deploy.launch.detach import Report, start_detached
+    from relayline.deploy.launch.detach import reporting, start_detached
     from relayline.deploy.launch.gateway.pipelines import check_ports
     from relayline.deploy.launch.gateway.plan import plan_gateway
     from relayline.deploy.launch.gateway.run import launch_gateway
@@ -50,13 +49,8 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
     ):
         return
     if given["report_fd"] is not None:
-        report = Report(given["report_fd"])
-        os.set_inheritable(given["report_fd"], False)
-        try:
-            launch_gateway(plan, directory, report.send)
-        except RelaylineError as error:
-            report.fail(error)
-            raise
+        with reporting(given["report_fd"]) as tell:
+            launch_gateway(plan, directory, tell)
     elif given["detach"]:
         from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
 

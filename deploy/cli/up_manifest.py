@@ -15,14 +15,13 @@ from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
 from relayline.deploy.cli.up_gateway import up_gateway
 from relayline.deploy.cli.up_launch import launch_of
 from relayline.deploy.launch.again import become_new
-from relayline.deploy.launch.detach import Report, start_detached
+from relayline.deploy.launch.detach import reporting, start_detached
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
 from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import gateway_of
 from relayline.deploy.launch.tell import line_of
-from relayline.wire.common.errors import RelaylineError
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
@@ -59,13 +58,8 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
         echo = print_prefixed if given["verbose"] else None
         is_wanted_again = launch(to_start, directory, show, echo=echo, arguments=command)
     else:
-        report = Report(given["report_fd"])
-        os.set_inheritable(given["report_fd"], False)  # no child of this supervisor holds the report open
-        try:
-            is_wanted_again = launch(to_start, directory, report.send, arguments=command)
-        except RelaylineError as error:
-            report.fail(error)
-            raise
+        with reporting(given["report_fd"]) as tell:
+            is_wanted_again = launch(to_start, directory, tell, arguments=command)
     if is_wanted_again:
         become_new(command)
 

@@ -67,9 +67,8 @@ def with_fitting_context(
 def _of_running(name: str, state_dir: Path | None) -> dict[str, int] | None:
     """Return lanes and tokens of the pipeline of this name, if it runs."""
     for pipeline in launched(state_dir, name):
-        runs = (
-            pipeline.is_running and not pipeline.state.phase.has_ended
-        )  # this process may be its supervisor, started again
+        # One that runs and has ended: this process may be its supervisor, started again.
+        runs = pipeline.is_running and not pipeline.state.phase.has_ended
         if pipeline.state.name == name and runs and pipeline.directory.manifest.exists():
             spec = load_manifest(pipeline.directory.manifest).spec
             return {entry.name: value_at(spec, entry) for entry in (LANES, TOKENS)}

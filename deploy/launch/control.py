@@ -84,14 +84,16 @@ def name_of(given: str) -> str:
 
 
 def find(given: str | None, state_dir: Path | None) -> Launched | None:
-    """Return the pipeline that is meant; without a name the one that runs, None if none does. A gateway's pipelines do
-    not count beside it.
+    """Return the pipeline that is meant: without a name the one in `state_dir`, or the one that runs; None if there is
+    none. A gateway's pipelines do not count beside it.
 
     Raises UsageError for a name that was never launched here or whose state cannot be read, and where several run and
     none is named.
     """
     name = None if given is None else name_of(given)
     found = launched(state_dir, name or "")
+    if name is None and state_dir is not None:
+        return next(iter(found), None)
     if name is None:
         running = _outermost([pipeline for pipeline in found if pipeline.is_running])
         if len(running) > 1:

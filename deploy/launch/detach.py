@@ -6,11 +6,12 @@ with neither means that it died.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relayline.deploy.launch.state import StateDir
@@ -43,6 +44,18 @@ class Report:
     def fail(self, error: RelaylineError) -> None:
         """Tell the starter why there is no pipeline."""
         self.send({"event": "failed", "message": error.message, "usage": isinstance(error, UsageError)})
+
+
+@contextlib.contextmanager
+def reporting(handle: int) -> Iterator[Emit]:
+    """Give what tells the starter of events, and tell it of the error that ends the context."""
+    report = Report(handle)
+    os.set_inheritable(handle, False)  # no child of this supervisor holds the report open
+    try:
+        yield report.send
+    except RelaylineError as error:
+        report.fail(error)
+        raise
 
 
 def start_detached(arguments: Sequence[str], directory: StateDir, emit: Emit) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from relayline.wire.common.phase import HostState
+from relayline.wire.common.texts import duration_text
 
 FETCH_LINE_EVERY_S = 5.0
 IDLE = (HostState.SPARE, HostState.DRAINED)  # here, and without layers
@@ -85,7 +86,7 @@ class Waiting:
         text += f"; {waits_text(trouble)}" if trouble else ""
         left_s = (total_bytes - done_bytes) / rate if rate > 0 else None
         if left_s is not None:
-            text += f", {rate / MB:.0f} MB/s, {time_text(left_s)} left"
+            text += f", {rate / MB:.0f} MB/s, {duration_text(left_s)} left"
         return [{"event": "fetch", "name": name, "done_bytes": done_bytes, "total_bytes": total_bytes,
                  "left_s": left_s, "trouble": trouble, "message": text}]  # fmt: skip
 
@@ -98,12 +99,3 @@ def fetched_text(done_bytes: int, total_bytes: int) -> str:
 def waits_text(trouble: str) -> str:
     """Return why a fetch does not get on."""
     return f"nothing comes just now: {trouble}"
-
-
-def time_text(seconds: float) -> str:
-    """Return a time for people: `45 s`, `3 min 20 s`, `2 h 5 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import counted
 from relayline.wire.settings.device_texts import NO_DEVICE, read_devices, read_overrides, read_shares
 from relayline.wire.settings.table import EngineSettings
 
@@ -109,4 +110,4 @@ def _named(text: str, gpus: Sequence[D]) -> list[D]:
 
 def _listed(used: Sequence[Known]) -> str:
     names = ", ".join(device.name for device in used)
-    return f"{len(used)} GPU{'s' if len(used) > 1 else ''} ({names})" if used else "no GPU"
+    return f"{counted(len(used), 'GPU')} ({names})" if used else "no GPU"

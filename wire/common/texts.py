@@ -65,6 +65,15 @@ def counted(n: int, one: str, many: str = "") -> str:
     return f"{n:,} {plural(n, one, many)}"
 
 
+def duration_text(seconds: float) -> str:
+    """Return a time for a person, in its two largest units: "45 s", "3 min 20 s", "2 h 5 min", "1 d 3 h"."""
+    whole = round(seconds)
+    for unit_s, unit, part_s, part in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
+    return f"{whole} s"
+
+
 def layer_range(start: int, end: int) -> str:
     """Return the layers from `start` up to but not including `end` for a person: "3-5", and "7" for one alone."""
     return f"{start}-{end - 1}" if end - start > 1 else str(start)

@@ -27,7 +27,7 @@ from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import NOT_SEEN, STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.deploy.launch.tell import line_of
-from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting, time_text
+from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting
 from relayline.deploy.machine.addresses import addresses_of, is_this_machine
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.wire.common.errors import UsageError
@@ -334,4 +334,3 @@ def test_a_long_fetch_says_how_far_it_is_and_how_long_it_takes() -> None:
     assert messages_for(waiting, "old", "fetching", 12.0, GB, 4 * GB) == []
     assert messages_for(waiting, "old", "fetching", 20.0, 4 * GB, 4 * GB) == []
     assert messages_for(waiting, "old", "loading", 20.0, GB, 4 * GB) == []
-    assert (time_text(200), time_text(7500)) == ("3 min 20 s", "2 h 5 min")

@@ -22,6 +22,7 @@ from relayline.wire.common import bounds, logs
 from relayline.wire.common.texts import (
     KEYS_MAX,
     counted,
+    duration_text,
     layer_range,
     layer_ranges,
     named_layers,
@@ -140,3 +141,8 @@ def test_a_whole_number_is_digits_alone() -> None:
     assert [whole_number(text, 3) for text in ("0", "007", "999")] == [0, 7, 999]
     others = ("", " 1", "1\n", "+1", "-1", "1_0", "1.0", "\u0663", "1000", "9" * 5_000)
     assert {whole_number(text, 3) for text in others} == {None}
+
+
+def test_a_time_has_two_units() -> None:
+    found = [duration_text(seconds) for seconds in (0.4, 45, 59.6, 200, 7_500, 97_200)]
+    assert found == ["0 s", "45 s", "1 min 0 s", "3 min 20 s", "2 h 5 min", "1 d 3 h"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -26,7 +25,7 @@ from relayline.coordinator.observe.observer import Observer
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, UsageError
 from relayline.wire.common.process import first_of
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import end_task, set_within
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -117,8 +116,7 @@ class Sleeper:
         while self.sleep.state is SleepState.FALLING:
             await self._changed.wait()
         if self._service is not None and self.sleep.is_asleep:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._service.resting.done.wait(), FREE_S)
+            await set_within(self._service.resting.done, FREE_S)
         return self.describe()
 
     async def wake(self) -> dict[str, object]:
@@ -139,8 +137,7 @@ class Sleeper:
         """Return once requests can start: if no stage is missing, they can in a moment. Raises NotReadyError."""
         pipeline = self._pipeline
         if not self._missing():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(pipeline.epochs.ready.wait(), CONNECT_S)
+            await set_within(pipeline.epochs.ready, CONNECT_S)
         if not pipeline.is_ready():
             missing = ", ".join(self._roster.missing()) if self._roster is not None else ""
             raise NotReadyError(f"the pipeline is {pipeline.phase}" + (f"; it waits for {missing}" if missing else ""))

@@ -16,7 +16,7 @@ from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NotReadyError
 from relayline.wire.common.logs import is_json
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import end_task, set_within
 from relayline.wire.links.security import LinkSecurity
 
 log = logging.getLogger("relayline.coordinator")
@@ -47,11 +47,7 @@ class RelayChild:
         """Return the port where tunnels end, once the process listens. Raises NotReadyError where it does not."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._keep_running())
-        try:
-            async with asyncio.timeout(bounds.RELAY_START_S):
-                await self._is_known.wait()
-        except TimeoutError:
-            pass
+        await set_within(self._is_known, bounds.RELAY_START_S)
         if not self._is_listening:
             why = self._problem or f"it has not started within {bounds.RELAY_START_S:.0f} s"
             raise NotReadyError(f"the relay of this coordinator does not run: {why}")

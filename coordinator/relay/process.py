@@ -18,6 +18,7 @@ from relayline.coordinator.relay.service import Relay
 from relayline.wire.common import logs
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.process import end_with_stdin, run, settle
+from relayline.wire.common.tasks import set_within
 from relayline.wire.links.carrying import MESSAGE_BYTES_MAX
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.security import LinkSecurity
@@ -87,11 +88,7 @@ async def _serve(start: Start, stopping: asyncio.Event) -> None:
 async def _report(relay: Relay, stopping: asyncio.Event) -> None:
     said: dict[str, dict[str, int]] = {}
     while not stopping.is_set():
-        try:
-            async with asyncio.timeout(REPORT_EVERY_S):
-                await stopping.wait()
-        except TimeoutError:
-            pass
+        await set_within(stopping, REPORT_EVERY_S)
         if (figures := relay.figures()) != said:
             said = figures
             _say(Event(stages=figures))

@@ -31,6 +31,7 @@ from relayline.deploy.cli.unequal import idle_line, unequal_line
 from relayline.deploy.tables import width_of_terminal
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.tasks import set_within
 from relayline.wire.common.texts import counted, layer_range
 
 INTERVAL_MIN_S, INTERVAL_MAX_S = 0.2, 60.0
@@ -85,7 +86,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
         stopping = _until_interrupted()
         keys = Keys(stopping, interval_s)
         if once:
-            await _pause(stopping, interval_s)
+            await set_within(stopping, interval_s)
             if stopping.is_set():
                 raise KeyboardInterrupt  # figures of a shorter interval would pass for those that were asked for
             after = await coordinator.get("/v1/pipeline", shown)
@@ -95,7 +96,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
         _, first = _looked(url, before, before, 1.0, console.width)
         with reading_keys(keys), Live(first, console=console, screen=True) as live:
             while not stopping.is_set():
-                await _pause(stopping, keys.interval_s)
+                await set_within(stopping, keys.interval_s)
                 if keys.is_held:
                     continue
                 try:
@@ -172,14 +173,6 @@ def _until_interrupted() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
-
-
-async def _pause(stopping: asyncio.Event, interval_s: float) -> None:
-    try:
-        async with asyncio.timeout(interval_s):
-            await stopping.wait()
-    except TimeoutError:
-        pass
 
 
 def rates(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

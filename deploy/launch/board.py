@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from relayline.deploy.launch.process_id import ProcessId
+from relayline.deploy.launch.process_id import ProcessId, identify
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.wire.common.phase import HostState, Phase
 
@@ -66,6 +66,15 @@ class Board:
             phase = Phase.READY if is_whole else Phase.RECOVERING
         self._store(processes=records, phase=phase)
         return changed
+
+    def note_start(self, name: str, pid: int, **changes: Any) -> None:
+        """A process was started."""
+        process = identify(pid) or ProcessId(0, 0)  # it may have ended since
+        self.set_process(name, state=HostState.STARTING, pid=process.pid, start_ticks=process.start_ticks, **changes)
+
+    def note_end(self, name: str, state: HostState, **changes: Any) -> None:
+        """A process runs no more."""
+        self.set_process(name, state=state, pid=0, start_ticks=0, **changes)
 
     def add(self, record: ProcessRecord) -> None:
         """Take one more process."""

@@ -30,6 +30,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of
+from relayline.wire.common.tasks import set_within
 from relayline.wire.links.join_code import code_line
 from relayline.wire.links.security import address_of, host_of, is_loopback
 
@@ -200,18 +201,13 @@ class Supervisor:
             is_damaged = kept is not self._coordinator and not await self._mend()
             delay_s = self._delay(kept, ready_for_s, is_damaged=is_damaged)
             if delay_s is None:
-                self.board.set_process(name, state=HostState.FAILED, pid=0, start_ticks=0, detail=cause)
+                self.board.note_end(name, HostState.FAILED, detail=cause)
                 self._fail(StartError(kept.history.ended_because(cause)))
                 return
             n_restarts = self.board[name].n_restarts + 1
-            self.board.set_process(
-                name, state=HostState.RESTARTING, pid=0, start_ticks=0, detail=cause, n_restarts=n_restarts
-            )
+            self.board.note_end(name, HostState.RESTARTING, detail=cause, n_restarts=n_restarts)
             log.warning("%s; starting it again in %.1f s", cause, delay_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self._stopping.wait()
-            if self._stopping.is_set():
+            if await set_within(self._stopping, delay_s):
                 return
 
     def _delay(self, kept: _Kept, ready_for_s: float, *, is_damaged: bool) -> float | None:
@@ -225,10 +221,7 @@ class Supervisor:
         child = kept.child
         kept.begins()
         await started(child)
-        process = identify(child.pid)
-        ticks = process.start_ticks if process is not None else 0
-        pid = child.pid if ticks else 0
-        self.board.set_process(child.name, state=HostState.STARTING, pid=pid, start_ticks=ticks, address="")
+        self.board.note_start(child.name, child.pid, address="")
         if self._stopping.is_set():
             await child.stop(STAGE_STOP_TIMEOUT_S)  # it was still starting when the others were stopped
             return
@@ -355,7 +348,7 @@ class Supervisor:
 
     def _gone(self, name: str) -> None:
         if self.board[name].state is not HostState.FAILED:
-            self.board.set_process(name, state=HostState.STOPPED, pid=0, start_ticks=0)
+            self.board.note_end(name, HostState.STOPPED)
 
 
 def _loading(n_stages: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Coroutine
 from typing import Any
@@ -21,6 +22,14 @@ async def end_task(task: asyncio.Task[Any]) -> None:
         task.result()  # a cancelled task keeps its error until it is asked for
     except BaseException as error:
         let_go(error)
+
+
+async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for an event, up to a bound; return whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
 
 
 async def to_its_end(work: Coroutine[Any, Any, None]) -> None:

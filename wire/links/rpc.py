@@ -6,7 +6,6 @@ Envelopes cross as ready-made bytes (no serializer), everything else as protobuf
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import ssl
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from relayline.wire.common.errors import (
     from_wire,
     grpc_status,
 )
+from relayline.wire.common.tasks import set_within
 from relayline.wire.common.texts import printable
 from relayline.wire.envelopes import messages
 from relayline.wire.links.roles import Identity, Role
@@ -250,8 +250,7 @@ async def first_reply(
 async def _ended_within(call: grpc.aio.Call, timeout_s: float) -> None:
     ended = asyncio.Event()
     call.add_done_callback(lambda _: ended.set())
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(ended.wait(), timeout_s)
+    await set_within(ended, timeout_s)
 
 
 def end_call(call: Any) -> None:

@@ -32,6 +32,7 @@ from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.sessions.tenants import Level, Tenant
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NotReadyError
+from relayline.wire.common.tasks import set_within
 from relayline.wire.settings.table import ServingSettings
 
 log = logging.getLogger("relayline.batches")
@@ -187,9 +188,7 @@ class Keeper:
                 await asyncio.sleep(SWEEP_S)
                 continue
             is_held = any(batch_id not in self._working for batch_id in list(self.store.unended))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S if is_held else SWEEP_S):
-                    await self._changed.wait()
+            await set_within(self._changed, LOOK_S if is_held else SWEEP_S)
 
     def _next(self) -> StoredBatch | None:
         """Return the batch to begin with now: of the owner with the fewest running, who has waited longest for one."""

@@ -12,6 +12,7 @@ from aiohttp import web
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.sse import ClientGoneError, EventWriter
 from relayline.coordinator.http.responses.recording import Reader, Recording
+from relayline.wire.common.tasks import set_within
 
 EVENTS_AT_ONCE_MAX = 256  # of one write to a reader that is behind
 
@@ -46,8 +47,5 @@ async def follow(request: web.Request, recording: Recording, first: int, limits:
 
 async def _woken(has_more: asyncio.Event, writer: EventWriter) -> None:
     """Wait for more events; a client that gets none for long gets a ping."""
-    try:
-        async with asyncio.timeout(max(0.0, writer.silent_in_s())):
-            await has_more.wait()
-    except TimeoutError:
+    if not await set_within(has_more, max(0.0, writer.silent_in_s())):
         await writer.ping()

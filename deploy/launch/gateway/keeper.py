@@ -26,7 +26,7 @@ from relayline.wire.common.errors import RelaylineError, StartError
 from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import end_task, set_within
 
 log = logging.getLogger("relayline.up")
 
@@ -94,7 +94,7 @@ class Keeper:
             stop.cancel()
             await asyncio.gather(*(self._end(kept) for kept in self._kept.values()))
             for record in self.board.state.processes:
-                self.board.set_process(record.name, state=HostState.STOPPED, pid=0, start_ticks=0)
+                self.board.note_end(record.name, HostState.STOPPED)
             self.board.set_phase(Phase.FAILED if reason else Phase.STOPPED, reason)
 
     async def _begin_all(self) -> list[dict[str, Any]]:
@@ -205,7 +205,7 @@ class Keeper:
         if (kept := self._kept.pop(name, None)) is not None:
             await self._end(kept)
             if not is_failed:
-                self.board.set_process(kept.child.name, state=HostState.STOPPED, pid=0, start_ticks=0)
+                self.board.note_end(kept.child.name, HostState.STOPPED)
 
     def _record_name(self, member: str) -> str:
         return f"{self._plan.name}-{member}"
@@ -269,13 +269,9 @@ class Keeper:
                 self._give_up(kept, StartError(history.ended_because(cause) if kept.first.done() else cause))
                 return
             n_restarts = self.board[child.name].n_restarts + 1
-            self.board.set_process(
-                child.name, state=HostState.RESTARTING, pid=0, start_ticks=0, detail=cause, n_restarts=n_restarts
-            )
+            self.board.note_end(child.name, HostState.RESTARTING, detail=cause, n_restarts=n_restarts)
             log.warning("%s; starting it again in %.1f s", cause, delay_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await kept.ending.wait()
+            await set_within(kept.ending, delay_s)
 
     async def _started(self, kept: _Kept) -> dict[str, Any] | None:
         """Start a pipeline's process once it may be awake; return its report when it serves, None if it has ended."""
@@ -284,11 +280,7 @@ class Keeper:
             if self._stopping.is_set() or kept.ending.is_set():
                 return None
             await started(child)
-            process = identify(child.pid)
-            ticks = process.start_ticks if process is not None else 0
-            self.board.set_process(
-                child.name, state=HostState.STARTING, pid=child.pid if ticks else 0, start_ticks=ticks, detail=""
-            )
+            self.board.note_start(child.name, child.pid, detail="")
             with contextlib.suppress(StartError):
                 return await asyncio.shield(child.ready)
         return None
@@ -308,7 +300,7 @@ class Keeper:
         """A pipeline cannot be kept alive. One that came while others serve leaves these alone."""
         if not kept.ends_all and not kept.first.done():
             log.warning("%s", error.message)
-            self.board.set_process(kept.child.name, state=HostState.FAILED, pid=0, start_ticks=0, detail=error.message)
+            self.board.note_end(kept.child.name, HostState.FAILED, detail=error.message)
             kept.first.set_exception(error)
             kept.first.exception()
             return

@@ -343,11 +343,12 @@ def test_an_interrupt_ends_once_without_figures_of_a_shorter_time(monkeypatch: p
         async def get(self, *_: object) -> dict[str, Any]:
             return described(0, 5)
 
-    async def interrupted(stopping: asyncio.Event, _: float) -> None:
+    async def interrupted(stopping: asyncio.Event, _: float) -> bool:
         stopping.set()
+        return True
 
     monkeypatch.setattr(top, "Coordinator", Answering)
-    monkeypatch.setattr(top, "_pause", interrupted)
+    monkeypatch.setattr(top, "set_within", interrupted)
     with pytest.raises(click.Abort):
         top.top_command.main(["--once", "--url", "http://h"], standalone_mode=False)
 

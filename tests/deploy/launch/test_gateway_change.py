@@ -175,7 +175,7 @@ async def test_a_pipeline_that_waits_to_start_again_is_removed_at_once() -> None
     keeper: Any = Keeper.__new__(Keeper)
     keeper.board, keeper._stopping = mock.MagicMock(), asyncio.Event()
     waits = asyncio.Event()
-    keeper.board.set_process = lambda *_, **changes: waits.set() if changes["state"] is HostState.RESTARTING else None
+    keeper.board.note_end = lambda _, state, **__: waits.set() if state is HostState.RESTARTING else None
     child = mock.MagicMock(exited=asyncio.Event(), exit_code=1, stop=mock.AsyncMock())
     child.exited.set()
     child.cause_of_death.return_value = "one exited with code 1"

@@ -21,7 +21,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.phase import HostState
 from relayline.wire.common.versions import version_of
 from relayline.wire.links.announcement import SERVICE_TYPE, Announcement, announced_addresses
-from relayline.wire.links.security import LinkSecurity, host_of, is_loopback
+from relayline.wire.links.security import LinkSecurity, host_of, is_loopback, port_of
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
@@ -47,8 +47,8 @@ async def announced(
 
     def current(addresses: tuple[str, ...]) -> Announcement:
         n_awaited = sum(place.state in _ABSENT for place in roster.places)
-        port = int(address.rpartition(":")[2])
-        return Announcement(config.pipeline, config.model, version_of(), len(roster.places), n_awaited, port, addresses)
+        n_stages, port = len(roster.places), port_of(address)
+        return Announcement(config.pipeline, config.model, version_of(), n_stages, n_awaited, port, addresses)
 
     addresses = await asyncio.to_thread(_addresses, host_of(address), identity.host)
     if not addresses:

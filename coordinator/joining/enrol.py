@@ -37,12 +37,10 @@ from relayline.wire.common.errors import (
 from relayline.wire.common.versions import version_of
 from relayline.wire.links import enrolment
 from relayline.wire.links.roles import NAME, Identity, Role
-from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.links.security import LinkSecurity, address_of, port_of, reached_at
 from relayline.wire.links.tls_server import server_context
 
 log = logging.getLogger("relayline.coordinator")
-
-_EVERYWHERE = ("0.0.0.0", "[::]")  # listened on, and no place to connect to
 
 LIMITS_OF_ENROLMENT = HttpLimits(
     body_bytes_max=bounds.ENROL_BYTES_MAX,
@@ -146,7 +144,7 @@ async def serve_enrolment(config: EnrolConfig | None, security: LinkSecurity, jo
         raise UsageError("hosts can get certificates only if links are TLS; give --tls DIR")
     _, cert, key = security.files
     context = server_context(cert, key)
-    service = Enrolment(config.authority, identity.host, int(join_address.rpartition(":")[2]), config.pipeline)
+    service = Enrolment(config.authority, identity.host, port_of(join_address), config.pipeline)
     runner, port = await start_http(
         service.app(), config.host, config.port, context=context, what="enrolment", flag="--enrol-listen"
     )
@@ -160,9 +158,8 @@ async def serve_enrolment(config: EnrolConfig | None, security: LinkSecurity, jo
 
 def enrol_address_of(security: LinkSecurity, address: str) -> str:
     """Return where other hosts enrol. A listener on all addresses is reached by the host in this one's certificate."""
-    host, _, port = address.rpartition(":")
     identity = security.identity
-    return address_of(identity.host, int(port)) if host in _EVERYWHERE and identity is not None else address
+    return reached_at(address, identity.host) if identity is not None else address
 
 
 def _read(body: bytes) -> enrolment.Request:

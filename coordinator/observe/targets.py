@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relayline.wire.links.security import address_of, host_of
-
-_EVERYWHERE = ("0.0.0.0", "::")  # listened on, and no place to connect to
+from relayline.wire.links.security import host_of, reached_at
 
 
 def targets(described: Mapping[str, Any], coordinator: str, scheme: str) -> list[dict[str, object]]:
@@ -20,8 +18,7 @@ def targets(described: Mapping[str, Any], coordinator: str, scheme: str) -> list
     for stage in described.get("stages", ()):
         if not (address := stage.get("metrics")):
             continue
-        if host_of(address) in _EVERYWHERE:
-            address = address_of(host_of(str(stage["address"])), int(address.rpartition(":")[2]))
+        address = reached_at(address, host_of(str(stage["address"])))
         labels = {"role": "stage", "model": model, "stage_name": str(stage.get("name") or stage["index"])}
         found.append(target(address, str(stage.get("metrics_scheme", "http")), labels))
     return found

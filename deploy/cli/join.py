@@ -30,7 +30,7 @@ from relayline.wire.links.announcement import NONE_NEARBY
 from relayline.wire.links.enrolment import read_token
 from relayline.wire.links.join_code import JoinCode, is_code_like, read_code
 from relayline.wire.links.roles import Role
-from relayline.wire.links.security import address_of, host_of, load_security
+from relayline.wire.links.security import address_of, host_of, load_security, port_of
 
 if TYPE_CHECKING:
     from relayline.stage.joining.config import JoinConfig
@@ -189,12 +189,12 @@ def _joined(given: dict[str, Any], root: Path) -> Joined:
     if (line := _begun(root, given["name"], address)) is not None:
         log.info("going on to join %s as %s, which was interrupted", line.enrol, line.name)
         is_relayed = line.is_relayed if given["is_relayed"] is None else given["is_relayed"]
-        host, port = host_of(line.enrol), int(line.enrol.rpartition(":")[2])
+        host, port = host_of(line.enrol), port_of(line.enrol)
         advertise = given["advertise"] or line.advertise
         return enrol(host, port, read_token(line.token), root, advertise, is_relayed=is_relayed)
     known = chosen(root, given["name"], address)
     is_relayed = known.file.is_relayed if given["is_relayed"] is None else given["is_relayed"]
-    host, port = host_of(known.file.enrol), int(known.file.enrol.rpartition(":")[2])
+    host, port = host_of(known.file.enrol), port_of(known.file.enrol)
     return renewed(known, host, port, given["advertise"], is_relayed=is_relayed)
 
 

@@ -42,13 +42,14 @@ class Address(click.ParamType[tuple[str, int]]):
         if isinstance(value, tuple):
             return value
         host, colon, port = str(value).rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        number = whole_number(port, 5)
+        if not colon or not host or number is None or number > 65_535:
             self.fail(f"{value!r} is not HOST:PORT, such as 127.0.0.1:8080", param, ctx)
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host and not host.startswith(("unix:", "unix-abstract:")):
             self.fail(f"{value!r} is not HOST:PORT; write an IPv6 host in brackets, as in [::1]:8080", param, ctx)
-        return host, int(port)
+        return host, number
 
 
 class Line(click.ParamType[str]):

@@ -18,7 +18,7 @@ from relayline.deploy.cli.options import FloatRange, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, Target
 from relayline.deploy.cli.setting_flags import manifest_changes, setting_options
 from relayline.wire.common.errors import UsageError
-from relayline.wire.links.security import address_of
+from relayline.wire.links.security import EVERY_INTERFACE, address_of
 from relayline.wire.settings.table import ServingSettings
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _measure(manifest: Manifest, model: Path, *, quiet: bool) -> None:
 
 def _url_of(manifest: Manifest) -> str:
     http = manifest.spec.coordinator.http
-    host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
+    host = "127.0.0.1" if http.host in EVERY_INTERFACE else http.host
     if not http.port:
         raise UsageError("the manifest lets the system choose the port; give the coordinator's address with --url")
     return f"{'http' if http.tls is None else 'https'}://{address_of(host, http.port)}"

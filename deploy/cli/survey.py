@@ -22,7 +22,7 @@ from relayline.deploy.manifest.settings import open_context, value_at
 from relayline.deploy.planning.known_hosts import refine_hosts
 from relayline.wire.common.process import run
 from relayline.wire.links.roles import Role
-from relayline.wire.links.security import host_of
+from relayline.wire.links.security import port_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,9 +82,9 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
         if entry.name not in by_flag:
             given[entry.parameter] = value_at(planned.manifest.spec, entry)
     given["manifest"], given["directory"] = planned.manifest, planned.directory
-    given["join_listen"] = (given["join_listen"][0], _port(planned.join))
+    given["join_listen"] = (given["join_listen"][0], port_of(planned.join))
     if given["enrol_listen"] is not None:
-        given["enrol_listen"] = (given["enrol_listen"][0], _port(planned.enrol))
+        given["enrol_listen"] = (given["enrol_listen"][0], port_of(planned.enrol))
 
 
 def plan_facts(given: dict[str, Any]) -> dict[str, Any]:
@@ -134,8 +134,3 @@ def refiner(manifest: Manifest | None) -> Callable[[Sequence[StageCurves]], None
         refine_hosts(manifest, model, served)
 
     return keep
-
-
-def _port(address: str) -> int:
-    assert host_of(address)
-    return int(address.rpartition(":")[2])

@@ -7,7 +7,7 @@ from pathlib import Path
 from relayline.deploy.launch.inviting import authority_of
 from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import JOIN_DIR, makes_stage_tokens, stage_token
-from relayline.deploy.launch.ports import join_host, stage_host
+from relayline.deploy.launch.ports import links_host
 from relayline.deploy.launch.state import LAYERS_FILE, PLAN_FILE
 from relayline.deploy.machine.ports import LOCALHOST
 from relayline.deploy.manifest import Manifest, Stage
@@ -39,11 +39,11 @@ def arrange(
             *log_flags,
         ),
         http=(http.host, http.port),
-        join=(join_host(manifest), manifest.join_port),
+        join=(links_host(manifest), manifest.join_port),
         advertised_host="127.0.0.1" if manifest.all_local else manifest.spec.coordinator.host,
         stages=tuple(_stage(manifest, stage, tokens, log_flags) for stage in manifest.members),
         authority=authority_of(manifest),
-        enrol=(join_host(manifest), manifest.enrol_port),
+        enrol=(links_host(manifest), manifest.enrol_port),
         is_announced=manifest.serving.announce,
         needs_key=manifest.spec.coordinator.api_keys_file is not None,
         certificate=manifest.resolve(http.tls.cert_file) if http.tls is not None else None,
@@ -51,7 +51,7 @@ def arrange(
 
 
 def _stage(manifest: Manifest, stage: Stage, tokens: Path, log_flags: tuple[str, ...]) -> LocalStage | RemoteStage:
-    listen: tuple[str, ...] = ("--listen", f"{stage_host(manifest)}:{manifest.listen_port(stage)}")
+    listen: tuple[str, ...] = ("--listen", f"{links_host(manifest)}:{manifest.listen_port(stage)}")
     stage_cores = ("--cores", stage.kept_cores) if stage.kept_cores else ()
     listen += stage_cores
     if stage.relay:

@@ -17,28 +17,22 @@ if TYPE_CHECKING:
 def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
     """Return (what for, host, port) of every fixed port that processes on this machine will listen on."""
     http = manifest.spec.coordinator.http
-    wanted = [("the HTTP API", http.host, http.port), ("joining stages", join_host(manifest), manifest.join_port)]
+    wanted = [("the HTTP API", http.host, http.port), ("joining stages", links_host(manifest), manifest.join_port)]
     if manifest.uses_tls and not all(stage.is_local for stage in manifest.members):
-        wanted.append(("hosts that enrol", join_host(manifest), manifest.enrol_port))
+        wanted.append(("hosts that enrol", links_host(manifest), manifest.enrol_port))
     if any(stage.relay for stage in manifest.members):
-        wanted.append(("tunnels of relayed stages", join_host(manifest), manifest.relay_port))
+        wanted.append(("tunnels of relayed stages", links_host(manifest), manifest.relay_port))
     for stage in manifest.members:
         if stage.relay:
-            wanted.append((f"relayed stage {stage.name}", join_host(manifest), manifest.listen_port(stage)))
+            wanted.append((f"relayed stage {stage.name}", links_host(manifest), manifest.listen_port(stage)))
         if stage.is_local:
-            host = stage_host(manifest)
-            wanted.append((f"stage {stage.name}", host, manifest.listen_port(stage)))
+            wanted.append((f"stage {stage.name}", links_host(manifest), manifest.listen_port(stage)))
             wanted.append((f"metrics of stage {stage.name}", LOCALHOST, manifest.metrics_port(stage)))
     return [(what, host, port) for what, host, port in wanted if port]
 
 
-def join_host(manifest: Manifest) -> str:
-    """Return the address on which stages join: every interface as soon as one comes from another host."""
-    return LOCALHOST if manifest.all_local else "0.0.0.0"
-
-
-def stage_host(manifest: Manifest) -> str:
-    """Return the address on which local stages listen: their neighbours may be on other hosts."""
+def links_host(manifest: Manifest) -> str:
+    """Return the address on which stages join, and local ones listen: every interface if one is on another host."""
     return LOCALHOST if manifest.all_local else "0.0.0.0"
 
 

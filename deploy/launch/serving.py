@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from relayline.deploy.launch.ports import join_host
+from relayline.deploy.launch.ports import links_host
 from relayline.deploy.models.recut import cutter, model_of, shape_reader
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.units import GIB
@@ -43,8 +43,8 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
     defaults = parameters_of(spec) | {
         "names": ",".join(stage.name for stage in manifest.stages),
         "spares": ",".join(stage.name for stage in manifest.spares),
-        "join_listen": (join_host(manifest), manifest.join_port),
-        "relay_listen": (join_host(manifest), manifest.relay_port),
+        "join_listen": (links_host(manifest), manifest.join_port),
+        "relay_listen": (links_host(manifest), manifest.relay_port),
         "http": (http.host, http.port),
         "allow_hosts": spec.coordinator.allow_hosts,
     }

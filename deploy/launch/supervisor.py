@@ -32,7 +32,7 @@ from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of
 from relayline.wire.common.tasks import set_within
 from relayline.wire.links.join_code import code_line
-from relayline.wire.links.security import address_of, host_of, is_loopback
+from relayline.wire.links.security import address_of, host_of, is_loopback, port_of, reached_at
 
 log = logging.getLogger("relayline.up")
 
@@ -108,7 +108,7 @@ class Supervisor:
         if self.failed.done():
             self.failed.result()
         # Never the address that it listens on, which may be every interface: certificates are for names.
-        join = address_of(self.plan.advertised_host, int(self._listening.result().rpartition(":")[2]))
+        join = address_of(self.plan.advertised_host, port_of(self._listening.result()))
         for stage in reversed(self.plan.local):
             kept = self._kept(stage.name, self._stage_arguments(stage, join), None)
             self._stages[stage.name] = kept
@@ -135,7 +135,7 @@ class Supervisor:
         """Start those of these stages that are new, as far as they are to run here."""
         if not self._listening.done() or self._stopping.is_set():
             return
-        join = address_of(self.plan.advertised_host, int(self._listening.result().rpartition(":")[2]))
+        join = address_of(self.plan.advertised_host, port_of(self._listening.result()))
         for stage in stages:
             record = _record(stage)
             if not self.board.has(stage.name):
@@ -232,7 +232,8 @@ class Supervisor:
         await child.exited.wait()
 
     def _on_ready(self, child: Child, event: dict[str, Any]) -> None:
-        address = self._reachable(event.get("address", "")) or self._reachable_url(event.get("url", ""))
+        address = reached_at(event.get("address", ""), self.plan.advertised_host)
+        address = address or self._reachable_url(event.get("url", ""))
         metrics = event.get("metrics") or ""
         record = self.board.set_process(child.name, state=HostState.READY, address=address, metrics=metrics, detail="")
         facts = {"event": "process", "name": child.name, "role": record.role, "pid": child.pid, "address": address,
@@ -255,21 +256,16 @@ class Supervisor:
     def _reachable_url(self, url: str) -> str:
         """Return the URL to connect to for one that listens, empty for none."""
         scheme, _, address = url.partition("://")
-        return f"{scheme}://{self._reachable(address)}" if address else ""
-
-    def _reachable(self, address: str) -> str:
-        """Return the address to connect to for a listener at `address`, which may be every interface."""
-        host, _, port = address.rpartition(":")
-        return address_of(self.plan.advertised_host, int(port)) if host in ("0.0.0.0", "[::]") else address
+        return f"{scheme}://{reached_at(address, self.plan.advertised_host)}" if address else ""
 
     def _on_event(self, event: dict[str, Any]) -> None:
         """Take the coordinator's report of itself and its stages."""
         if event["event"] in ("joinable", "surveying"):
             # It comes back where clients and stages look for it. During a survey there is no API yet.
             url = event.get("url", "")
-            http = (self.plan.http[0], int(url.rpartition(":")[2])) if url else self.plan.http
-            join = (self.plan.join[0], int(event["join"].rpartition(":")[2]))
-            enrol = (self.plan.enrol[0], int((event.get("enrol") or ":0").rpartition(":")[2]))
+            http = (self.plan.http[0], port_of(url)) if url else self.plan.http
+            join = (self.plan.join[0], port_of(event["join"]))
+            enrol = (self.plan.enrol[0], port_of(event.get("enrol") or ":0"))
             enrol_address = address_of(self.plan.advertised_host, enrol[1]) if enrol[1] else ""
             self.board.set_addresses(url, event["join"], enrol_address)
             self._coordinator.child.arguments = self._serve_arguments(http, join, enrol)

@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 
 from relayline.deploy.launch.process_id import is_running
 from relayline.deploy.launch.state import LaunchState, find_running
-from relayline.wire.links.security import is_loopback
+from relayline.wire.links.security import EVERY_INTERFACE, is_loopback
 
 BEGIN = "-----BEGIN CERTIFICATE-----"
 END = "-----END CERTIFICATE-----"
 PEM_BYTES_MAX = 1 << 20  # of a file of certificates
-EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def trust_of(url: str) -> ssl.SSLContext | None:
@@ -66,4 +65,4 @@ def _place(url: str) -> tuple[str, int] | None:
         return None
     if parts.scheme != "https" or not host:
         return None
-    return ("", port) if host in EVERY_ADDRESS or is_loopback(host) else (host, port)
+    return ("", port) if host in EVERY_INTERFACE or is_loopback(host) else (host, port)

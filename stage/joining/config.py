@@ -13,7 +13,7 @@ from relayline.stage.config import StageConfig
 from relayline.stage.joining.usual_port import usual_port
 from relayline.wire.common.errors import StageLostError, UsageError
 from relayline.wire.links.roles import identity_named
-from relayline.wire.links.security import PLAINTEXT, LinkSecurity, host_of, is_loopback
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity, host_of, is_loopback, port_of
 from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.setting import read_message
@@ -101,7 +101,7 @@ def facing(address: str) -> str:
 
     Raises StageLostError where no route leads there.
     """
-    host, port = host_of(address), int(address.rpartition(":")[2])
+    host, port = host_of(address), port_of(address)
     if is_loopback(host) and not _is_ip(host):
         return "127.0.0.1"
     try:

@@ -36,7 +36,7 @@ from relayline.wire.common.errors import (
 from relayline.wire.common.memory import give_back
 from relayline.wire.common.process import first_of, run
 from relayline.wire.common.tasks import end_task, to_its_end
-from relayline.wire.links.security import check_listen
+from relayline.wire.links.security import check_listen, port_of
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 log = logging.getLogger("relayline.stage")
@@ -272,7 +272,7 @@ class JoinedStage:
     ) -> None:
         """Serve on one port for as long as it can: through memberships and changes of layers, until all of it moves."""
         order, crashed = member.order, served.crashed
-        async with Reporting(self._config, int(served.address.rpartition(":")[2])) as reporting:
+        async with Reporting(self._config, port_of(served.address)) as reporting:
             while self._stays(order, served):
                 assert self._member is not None
                 await reporting.serving(self._member, served.facts.instance_id)

@@ -24,10 +24,9 @@ log = logging.getLogger("relayline.security")
 CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE = "ca.pem", "cert.pem", "key.pem", "token"
 _V6_NETWORK_BYTES = 8  # a holder of one IPv6 address has the 2^64 of its network
 TOKEN_VARIABLE = "RELAYLINE_TOKEN"
-TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = (
-    16,
-    512,
-)  # shorter can be guessed; longer does not fit metadata together with error texts
+# Shorter can be guessed; longer does not fit metadata together with error texts.
+TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = 16, 512
+EVERY_INTERFACE = ("0.0.0.0", "::")  # hosts to listen on, and no place to connect to
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,6 +215,16 @@ def host_of(address: str) -> str:
         return address
     host = address.rpartition(":")[0]
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def port_of(address: str) -> int:
+    """Return the port of "HOST:PORT", or of a URL that ends with one. Raises ValueError where that is no number."""
+    return int(address.rpartition(":")[2])
+
+
+def reached_at(address: str, host: str) -> str:
+    """Return the address to connect to for a listener at `address`: at `host`, where it listens on every interface."""
+    return address_of(host, port_of(address)) if host_of(address) in EVERY_INTERFACE else address
 
 
 def address_of(host: str, port: int) -> str:

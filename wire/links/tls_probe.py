@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Iterator
 
 from relayline.wire.links.refusals import ALPN_PROBE, ALPN_REFUSED_PREFIX, Reason
-from relayline.wire.links.security import LinkSecurity, host_of
+from relayline.wire.links.security import LinkSecurity, host_of, port_of
 
 CONNECT_TIMEOUT_S = 2.0
 HANDSHAKE_TIMEOUT_S = 3.0
@@ -186,7 +186,7 @@ def unverified_context() -> ssl.SSLContext:
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[socket.socket]:
     try:
-        connection = socket.create_connection((host_of(address), int(address.rpartition(":")[2])), CONNECT_TIMEOUT_S)
+        connection = socket.create_connection((host_of(address), port_of(address)), CONNECT_TIMEOUT_S)
     except (ValueError, OverflowError) as error:  # no number, beyond 65535, or no host name: addresses come from peers
         raise OSError(f"{address!r} is not an address") from error
     with connection as raw:

@@ -254,6 +254,7 @@ def test_a_variable_that_is_not_set_names_nothing(command: str) -> None:
         ("chat hi --url http://", "is not a URL such as http://127.0.0.1:8080"),
         ("chat hi --url 10.0.0.1:8080", "'10.0.0.1:8080' is not a URL such as http://10.0.0.1:8080"),
         ("up m.gguf --http 8080", "'8080' is not HOST:PORT, such as 127.0.0.1:8080"),
+        ("up m.gguf --http 127.0.0.1:\u00b2", "is not HOST:PORT, such as 127.0.0.1:8080"),
     ],
 )
 def test_texts_that_are_no_number_or_address(words: str, says: str) -> None:

@@ -8,7 +8,7 @@ under one lock, so no two of them meet half-way in the decode thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from relayline.stage.facts import StageFacts
@@ -30,6 +30,7 @@ from relayline.wire.common.errors import (
     StaleEpochError,
     UnauthenticatedError,
 )
+from relayline.wire.common.tasks import start_among
 from relayline.wire.links.guard import caller
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.trouble import neighbour_error
@@ -57,10 +58,8 @@ class Epochs:
         self._tasks: set[asyncio.Task[None]] = set()
         self.runner: Runner  # set by StageService.attach, before the server starts
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        start_among(self._tasks, work)
 
     # --- which routes there are ---------------------------------------------------------------------------------------
 

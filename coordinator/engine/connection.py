@@ -24,7 +24,7 @@ from relayline.coordinator.sessions.prefixes import held_by_all
 from relayline.coordinator.sessions.silence import LOOK_EVERY_S, TRANSIT_MAX_S, Silence, UnderWay, Work
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StageLostError
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import cancel_all, end_task
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import Identity
@@ -298,9 +298,7 @@ async def _describe_all(stages: Sequence[StageClient], on_heard: Callable[[int],
         await asyncio.wait(asking)
         return [task.result() for task in asking]
     finally:
-        for task in (*asking, *hearing):
-            task.cancel()
-        await asyncio.gather(*asking, *hearing, return_exceptions=True)
+        await cancel_all((*asking, *hearing))
 
 
 async def _together(*works: Coroutine[Any, Any, None]) -> None:

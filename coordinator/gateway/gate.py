@@ -14,6 +14,7 @@ from aiohttp import hdrs
 from relayline.coordinator.gateway.awake import Awake, Decision, GiveUp, Go, PutToSleep, Told
 from relayline.coordinator.gateway.router import Backend, Health
 from relayline.coordinator.http.edge.steering import plain_path
+from relayline.wire.common.tasks import cancel_all, start_among
 
 # What clients POST without waking anything; other routes count as requests, so that no more are awake than may be.
 _QUIET = re.compile(
@@ -93,9 +94,7 @@ class Gate:
                     pass
                 case PutToSleep(pipeline):
                     assert isinstance(pipeline, Backend)
-                    task = asyncio.create_task(self._put_to_sleep(pipeline))
-                    self._telling.add(task)
-                    task.add_done_callback(self._telling.discard)
+                    start_among(self._telling, self._put_to_sleep(pipeline))
 
     async def _put_to_sleep(self, backend: Backend) -> None:
         outcome = Told.AWAKE
@@ -112,7 +111,4 @@ class Gate:
         for may_go in self._waiting.values():
             if not may_go.done():
                 may_go.set_exception(PipelineLostError())
-        tasks = list(self._telling)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._telling)

@@ -32,7 +32,7 @@ from relayline.coordinator.gateway.gate import Gate
 from relayline.coordinator.gateway.router import Backend, Health, Heard, Router
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import cancel_all, end_task
 from relayline.wire.common.texts import system_reason
 
 log = logging.getLogger("relayline.gateway")
@@ -151,9 +151,7 @@ class Links:
 
     async def __aexit__(self, *_: object) -> None:
         self._is_closed = True
-        for task in self._watching.values():
-            task.cancel()
-        await asyncio.gather(*self._watching.values(), return_exceptions=True)
+        await cancel_all(self._watching.values())
         await self.gate.close()
         await self.session.close()
 

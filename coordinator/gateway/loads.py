@@ -18,6 +18,7 @@ from relayline.coordinator.gateway.forward import Forwarder, Refusal
 from relayline.coordinator.gateway.router import Backend
 from relayline.coordinator.http.edge.steering import SLEEP_PATHS
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.tasks import cancel_all
 
 log = logging.getLogger("relayline.gateway")
 
@@ -95,10 +96,7 @@ class Loads:
         return next((each for each in answers if isinstance(each, Refusal) and each.status >= 400), None)
 
     async def _give_up(self, backends: Collection[Backend]) -> None:
-        tasks = [self._loading[each] for each in backends]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([self._loading[each] for each in backends])
 
     async def close(self) -> None:
         """Give up all loads."""

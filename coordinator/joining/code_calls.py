@@ -27,6 +27,7 @@ from relayline.wire.common.errors import (
     UnauthenticatedError,
     http_status,
 )
+from relayline.wire.common.tasks import start_among
 from relayline.wire.links import code_exchange, enrolment
 from relayline.wire.links.code_exchange import CoordinatorEnd
 from relayline.wire.links.join_code import JoinCode
@@ -82,9 +83,7 @@ class CodeCalls:
         """Give the invitation to a host that knows the code, or count a wrong try."""
         asked = _read(await request.read(), code_exchange.Proof)
         exchange = self._exchanges.end(asked.exchange, time.monotonic_ns())
-        deciding = asyncio.create_task(self._decide(exchange, asked.proof))
-        self._deciding.add(deciding)
-        deciding.add_done_callback(self._deciding.discard)
+        deciding = start_among(self._deciding, self._decide(exchange, asked.proof))
         try:
             found = await asyncio.shield(deciding)
         except asyncio.CancelledError:  # a host that hangs up is counted and logged, too

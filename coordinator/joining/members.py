@@ -27,6 +27,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.phase import HostState
 from relayline.wire.common.process import first_of
+from relayline.wire.common.tasks import cancel_all
 from relayline.wire.common.texts import tidy
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
@@ -147,9 +148,7 @@ class MemberService(abc.ABC):
             raise
         finally:
             self._release(member, reason.message, is_in_order=is_in_order)
-            for task in (*ends, *beating):
-                task.cancel()
-            await asyncio.gather(*ends, *beating, return_exceptions=True)
+            await cancel_all((*ends, *beating))
 
     def _note_refusal(self, peer: str, error: RelaylineError) -> None:
         """Log a refusal; of a stage that waits and asks again, the first one."""

@@ -31,6 +31,7 @@ from relayline.coordinator.model.same_slice import same_slices
 from relayline.coordinator.planner.rebalance import Rebalancer
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ArtifactError, InvalidRequestError, NotReadyError, RelaylineError, UsageError
+from relayline.wire.common.tasks import cancel_all, start_among
 from relayline.wire.settings.table import ServingSettings
 
 log = logging.getLogger("relayline.coordinator")
@@ -180,9 +181,7 @@ class LayerMover:
 
     async def close(self) -> None:
         """Stop any change in progress."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -293,9 +292,7 @@ class LayerMover:
             epochs.lose(NotReadyError("layers move"))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_among(self._tasks, work)
 
     async def _cut(self, number: int, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
         """Split the model again, in a separate process, and find the stages that keep their slice.

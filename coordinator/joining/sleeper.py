@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
 
 from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.engine.roster import JoinedRoster
@@ -25,7 +24,7 @@ from relayline.coordinator.observe.observer import Observer
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, UsageError
 from relayline.wire.common.process import first_of
-from relayline.wire.common.tasks import end_task, set_within
+from relayline.wire.common.tasks import cancel_all, end_task, set_within, start_among
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -85,7 +84,7 @@ class Sleeper:
         epochs.on_ended, epochs.on_stands, epochs.rested = on_ended, on_stands, self._rested
         pipeline.on_opened = lambda: self._carry(self.sleep.came(time.monotonic_ns()))
         pipeline.describe_sleep, pipeline.check_awake = self.sleep.describe, self.sleep.check
-        self._spawn(self._look())
+        start_among(self._tasks, self._look())
 
     def _missing(self) -> list[str]:
         """Return the names of the stages that hold layers and are not here."""
@@ -230,24 +229,19 @@ class Sleeper:
             self._pipeline.epochs.give_up()
         else:
             log.info("pipeline wakes: its stages load their layers")
-        self._spawn(self._service.resting.tell(is_asleep=is_asleep, route_id=self._pipeline.epochs.route_id))
+        start_among(
+            self._tasks, self._service.resting.tell(is_asleep=is_asleep, route_id=self._pipeline.epochs.route_id)
+        )
         for rests in self.helpers:
-            self._spawn(_rest(rests, is_asleep=is_asleep))
+            start_among(self._tasks, _rest(rests, is_asleep=is_asleep))
 
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def close(self) -> None:
         """Stop looking."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
 
 async def _rest(rests: Rests, *, is_asleep: bool) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from relayline.wire.common import bounds
 from relayline.wire.common.process import first_of
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import end_task, start_among
 from relayline.wire.links.carrying import Call, Carried, End, carry, prepare
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import address_group, is_loopback
@@ -116,9 +116,7 @@ class Door:
         return arrival
 
     def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        work = asyncio.create_task(self._lent(reader, writer))
-        self._lending.add(work)
-        work.add_done_callback(self._lending.discard)
+        start_among(self._lending, self._lent(reader, writer))
 
     async def _lent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Offer a connection to the tunnel, and keep it until it was carried to its end."""

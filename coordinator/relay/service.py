@@ -24,6 +24,7 @@ from relayline.wire.common.errors import (
     UnauthenticatedError,
 )
 from relayline.wire.common.process import first_of
+from relayline.wire.common.tasks import cancel_all
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc, way
 from relayline.wire.links.carrying import BROKEN, MESSAGE_BYTES_MAX
@@ -125,9 +126,7 @@ class Relay:
         finally:
             door.end(tunnel)
             log.info("tunnel closed", extra={"fields": {"stage": door.name, "reason": reason.message}})
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+            await cancel_all(work)
 
     async def _door_of(self, hello: pb.OpenRequest, owner: Identity | None) -> Door:
         """Return the port of a stage, which listens.

@@ -19,6 +19,7 @@ from relayline.deploy.certify.workload import N_LANES, PREFILL_CHUNK_ROWS, Run, 
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.local import STAGE_STOP_TIMEOUT_S, stage_child
 from relayline.wire.common.errors import ProtocolError, StageLostError
+from relayline.wire.common.tasks import cancel_all
 from relayline.wire.links import role_tokens
 from relayline.wire.links.security import LinkSecurity
 
@@ -180,9 +181,7 @@ async def _all(works: Any) -> list[Run]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 async def _unless(watch: asyncio.Task[None], work: Coroutine[Any, Any, Result]) -> Result:

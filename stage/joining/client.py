@@ -25,6 +25,7 @@ from relayline.wire.common.errors import (
     UnauthenticatedError,
 )
 from relayline.wire.common.memory import available_memory_bytes, total_memory_bytes
+from relayline.wire.common.tasks import cancel_all
 from relayline.wire.common.texts import printable
 from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.common.versions import version_of
@@ -151,10 +152,7 @@ class Member:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.done_writing()
             await asyncio.wait({self._reader}, timeout=GOODBYE_TIMEOUT_S)
-        tasks = (self._reader, *self._watchers)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all((self._reader, *self._watchers))
         self._lose(StageLostError("the membership was closed"))
         rpc.end_call(self._call)
         await asyncio.gather(self._channel.close(), self._bulk.close())

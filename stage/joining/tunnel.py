@@ -18,7 +18,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
 from relayline.wire.common.process import first_of
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import end_task, start_among
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.carrying import BROKEN, MESSAGE_BYTES_MAX, Carried, End, carry, prepare
@@ -158,9 +158,7 @@ class Tunnel:
                 silence.heard()
                 said = self._read(data)
                 if said.ticket and len(self._carrying) < CARRYING_MAX:
-                    task = asyncio.create_task(self._carry(said.ticket))
-                    self._carrying.add(task)
-                    task.add_done_callback(self._carrying.discard)
+                    start_among(self._carrying, self._carry(said.ticket))
                 if said.HasField("measured") and on_measured is not None:
                     on_measured(said.measured)
         except grpc.aio.AioRpcError as error:

@@ -1,12 +1,30 @@
-"""Ends tasks without a trace, and lets work end that must."""
+"""Holds tasks until they end, ends them without a trace, and lets work end that must."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import traceback
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def start_among(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start work as a task that is among these until it ends: the event loop itself holds tasks only weakly."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their ends, however they end. Their errors stay whole, for one may be raised."""
+    ending = tuple(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 async def end_task(task: asyncio.Task[Any]) -> None:

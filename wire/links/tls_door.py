@@ -13,7 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import end_task, start_among
 
 log = logging.getLogger("relayline.security")
 
@@ -87,9 +87,7 @@ class Door:
             if not self._came(shaking):
                 sock.close()
                 continue
-            shaking._task = task = asyncio.create_task(self._shake(shaking, sock))
-            self._shaking.add(task)
-            task.add_done_callback(self._shaking.discard)
+            shaking._task = start_among(self._shaking, self._shake(shaking, sock))
 
     async def _shake(self, shaking: Shaking, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()

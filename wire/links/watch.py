@@ -20,7 +20,7 @@ import grpc.aio
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
 from relayline.wire.common.process import first_of
-from relayline.wire.common.tasks import end_task
+from relayline.wire.common.tasks import cancel_all, end_task
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -77,9 +77,7 @@ async def answer(context: Any, silence: Silence) -> bool:
         await first_of(*tasks)
         return silence.is_final
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 class Watch:

@@ -20,10 +20,11 @@ import msgspec
 
 from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent, TokenStream
 from relayline.wire.common.errors import InternalError, RelaylineError
+from relayline.wire.common.tasks import cancel_all, start_among
 
 log = logging.getLogger("relayline.http")
 
-_CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks only weakly
+_CLOSING: set[asyncio.Task[None]] = set()
 
 
 class Arrival(msgspec.Struct, frozen=True):  # seen by the garbage collector: errors know the frames that know it
@@ -90,10 +91,7 @@ class Merge:
                     _leave(stream)
             return
         # A separate task, so that a second cancellation (shutdown, say) cannot leave a stream open.
-        closing = asyncio.create_task(self._close())
-        _CLOSING.add(closing)
-        closing.add_done_callback(_CLOSING.discard)
-        await asyncio.shield(closing)
+        await asyncio.shield(start_among(_CLOSING, self._close()))
 
     async def next(self, timeout_s: float | None) -> list[Arrival]:
         """Wait for the next arrival and return it with all others that are ready.
@@ -182,9 +180,7 @@ class Merge:
             self._waiter.set_result(None)
 
     async def _close(self) -> None:
-        for pump in self._pumps.values():
-            pump.cancel()
-        await asyncio.gather(*self._pumps.values(), return_exceptions=True)
+        await cancel_all(self._pumps.values())
         for stream in self._streams:
             await _close_stream(stream)
 

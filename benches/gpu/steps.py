@@ -18,9 +18,9 @@ import numpy as np
 
 from benches.peers import Peers
 from relayline.deploy.testing.engines import engine_config
-from relayline.stage.engine.kv_cache import count_cells
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.kv_layout import count_cells
 
 PROMPT_TOKENS, N_STEPS = 16, 32
 CTX_TOKENS = PROMPT_TOKENS + N_STEPS + 8

@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.joining.codes import CodedInvitation, Exchanges, WrongTries, checked, new_line, wrong
 from relayline.coordinator.joining.config import Authority
 from relayline.wire.common.errors import (
@@ -127,7 +128,7 @@ class CodeCalls:
                 # Each host that joins a pipeline asks all pipelines around it which of them has its code.
                 _log_refused(request, error, logging.INFO if request.method == "GET" else logging.WARNING)
                 status, answer = http_status(error), enrolment.Refusal(error.label, error.message)
-            return web.Response(body=msgspec.json.encode(answer), status=status, content_type="application/json")
+            return response_of(answer, status)
 
         return handler
 

@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.middleware import response_of
 from relayline.coordinator.http.edge.server import LIMITS, start_http
 from relayline.coordinator.joining.code_calls import CodeCalls
 from relayline.coordinator.joining.config import Authority, EnrolConfig
@@ -74,7 +75,7 @@ class Enrolment:
         host, port = self._join
         ca = await asyncio.to_thread(self._authority.ca_pem)
         version = version_of()
-        return _answer(enrolment.Welcome(ca, _now().isoformat(), host, port, version))
+        return response_of(enrolment.Welcome(ca, _now().isoformat(), host, port, version))
 
     async def enrol(self, request: web.Request) -> web.Response:
         """Sign a host's key, or say why not."""
@@ -90,7 +91,7 @@ class Enrolment:
             return _refusal(NotReadyError(text), address)
         what = "certificate renewed" if asked.certificate else "host enrolled"
         log.info("%s", what, extra={"fields": {"stage": asked.name, "from": address}})
-        return _answer(enrolled)
+        return response_of(enrolled)
 
     async def _decide(self, asked: enrolment.Request, address: str) -> enrolment.Enrolled:
         now, now_ns = _now(), time.monotonic_ns()
@@ -175,11 +176,7 @@ def _read(body: bytes) -> enrolment.Request:
 
 def _refusal(error: RelaylineError, address: str) -> web.Response:
     log.warning("enrolment refused", extra={"fields": {"from": address, "reason": error.message}})
-    return _answer(enrolment.Refusal(error.label, error.message), http_status(error))
-
-
-def _answer(message: msgspec.Struct, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(message), status=status, content_type="application/json")
+    return response_of(enrolment.Refusal(error.label, error.message), http_status(error))
 
 
 def _now() -> datetime.datetime:

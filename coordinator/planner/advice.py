@@ -15,13 +15,13 @@ from relayline.coordinator.planner.quantisations import larger_quantisation
 from relayline.coordinator.planner.rates import rate_of
 from relayline.coordinator.planner.search import Best, Room, best_split
 from relayline.coordinator.planner.whatif import largest
+from relayline.wire.common.kv_layout import CTX_STEP_TOKENS
 
 SEARCH_SIZE_MAX = 400  # stages x layers up to which pairs of pipelines are looked for: each takes two searches
 PAIR_HOSTS_MAX = 6  # there are 31 pairs of six hosts
 PAIR_GAIN = 1.1  # from which on two pipelines are recommended
 ALONE_PART = 0.5  # of the plan's tokens, from which on a machine that holds the whole model is recommended
 LINK_GAIN = 1.1
-CTX_STEP = 256
 NO_DELAY = Link(0, 1e12)
 
 
@@ -101,7 +101,7 @@ def _pair(instance: Instance, best: Best, alone_rate: float) -> Iterator[str]:
         return
     found = []
     n_left = instance.load.streams // 2
-    for left in _halves(len(hosts)):
+    for left in _parts_with_the_first(len(hosts)):
         right = tuple(at for at in range(len(hosts)) if at not in left)
         parts = ((left, n_left), (right, instance.load.streams - n_left))
         both = [best_split(_of(instance, [hosts[at] for at in part], n_streams)) for part, n_streams in parts]
@@ -119,7 +119,7 @@ def _pair(instance: Instance, best: Best, alone_rate: float) -> Iterator[str]:
         )
 
 
-def _halves(n_hosts: int) -> Iterator[tuple[int, ...]]:
+def _parts_with_the_first(n_hosts: int) -> Iterator[tuple[int, ...]]:
     """Yield every part of the hosts that holds the first one, but for all of them."""
     for size in range(n_hosts - 1):
         for others in itertools.combinations(range(1, n_hosts), size):
@@ -170,8 +170,8 @@ def longest_context(instance: Instance) -> int:
     """Return the longest context, in steps, with which something fits; 0 if even the shortest does not."""
 
     def fits(steps: int) -> bool:
-        load = dataclasses.replace(instance.load, ctx_tokens=CTX_STEP * steps)
+        load = dataclasses.replace(instance.load, ctx_tokens=CTX_STEP_TOKENS * steps)
         return Room(dataclasses.replace(instance, load=load)).some_cuts() is not None
 
-    most = max(instance.model.ctx_train, instance.load.ctx_tokens) // CTX_STEP
-    return CTX_STEP * largest(most, fits)
+    most = max(instance.model.ctx_train, instance.load.ctx_tokens) // CTX_STEP_TOKENS
+    return CTX_STEP_TOKENS * largest(most, fits)

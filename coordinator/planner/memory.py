@@ -22,11 +22,9 @@ from relayline.coordinator.planner.instance import (
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 from relayline.wire.common.checkpoints import CHECKPOINT_BYTES_MAX, CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
-from relayline.wire.common.kv_layout import has_scores, keeps_window, window_cells
+from relayline.wire.common.kv_layout import count_cells, has_scores, keeps_window, window_cells
 from relayline.wire.common.units import GIB, MIB
 
-CELLS_STEP = 256  # llama.cpp rounds the cache up to this
-SPARE_CELLS = 256  # of the lane for padding rows
 MASK_BYTES = 2  # of one row and cell
 CHOICE_BYTES = 6  # of one row and cell in layers with sparse attention: a mask and a score, f32
 CHOICE_SCORED_BYTES = 4  # extra without flash attention: the choice, as f32
@@ -86,10 +84,8 @@ class StageMemory:
 
 def kv_cells(load: Load) -> int:
     """Return the KV cells of one stage: one per token of every lane, and a few spare where lanes share them."""
-    if load.kv_layout == "per-lane":
-        return load.n_lanes * -(-load.ctx_tokens // CELLS_STEP) * CELLS_STEP
-    cells = load.n_lanes * load.ctx_tokens + SPARE_CELLS
-    return -(-cells // CELLS_STEP) * CELLS_STEP
+    n_spare = 0 if load.kv_layout == "per-lane" else 1  # the lane for padding rows
+    return count_cells(load.kv_layout, load.n_lanes, n_spare, load.ctx_tokens, 0)
 
 
 def window_kv_cells(model: ModelShape, load: Load) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from relayline.coordinator.model.cuts import ranges
 from relayline.wire.common.errors import NotReadyError
 from relayline.wire.common.texts import named_layers
 from relayline.wire.common.units import bytes_text
@@ -60,18 +61,13 @@ def share_out(
         return need(start, end) <= holder.room_bytes
 
     if same is not None and all(
-        fits(holder, *edge) for holder, edge in zip(holders, _edges(same, n_layers), strict=True)
+        fits(holder, *edge) for holder, edge in zip(holders, ranges(n_layers, same), strict=True)
     ):
         return same
     cuts = _best(holders, n_layers, fits, is_allowed)
     if cuts is None:
         raise NoRoomError(_why(holders, n_layers, need, fits, is_allowed))
     return cuts
-
-
-def _edges(cuts: Sequence[int], n_layers: int) -> list[tuple[int, int]]:
-    ends = (0, *cuts, n_layers)
-    return [(ends[at], ends[at + 1]) for at in range(len(ends) - 1)]
 
 
 def _best(
@@ -118,7 +114,7 @@ def _why(
     short = [
         f"{holder.name} would need {bytes_text(need(start, end))} for {named_layers(start, end)} and has "
         + (f"{bytes_text(max(0, holder.room_bytes))} free" if holder.room_bytes is not None else "an unknown amount")
-        for holder, (start, end) in zip(holders, _edges(wished, n_layers), strict=True)
+        for holder, (start, end) in zip(holders, ranges(n_layers, wished), strict=True)
         if not fits(holder, start, end)
     ]
     return f"no room for all layers: {'; '.join(short)}"

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from relayline.coordinator.planner.instance import Instance, Load
 from relayline.coordinator.planner.memory import LANES_LEAST, stage_memory
 from relayline.coordinator.planner.search import Room
+from relayline.wire.common.kv_layout import CTX_STEP_TOKENS
 from relayline.wire.common.units import GIB
 
 CTX_LEAST = 2_048  # less only for a model that was trained for less: some have no position beyond
 CTX_GOOD = 8_192  # enough for most chats, so lanes are given up for it
 CTX_MOST = 32_768  # longer ones are for those that ask for them: the memory is taken whether it is used or not
-CTX_STEP = 256  # llama.cpp rounds the cells of a lane up to this
 CACHE_BYTES_MAX = 8 * GIB  # of all stages together; or as much as the weights, if these are larger
 SPARE = 2  # there must be room for a cache of this size: as much memory stays free as the cache takes
 
@@ -45,7 +45,7 @@ def usual_context(instance: Instance, n_lanes: int | None, ctx_tokens: int | Non
 
 def _longest(instance: Instance) -> int:
     trained = min(instance.model.ctx_train or CTX_LEAST, CTX_MOST)
-    return trained // CTX_STEP * CTX_STEP or trained
+    return trained // CTX_STEP_TOKENS * CTX_STEP_TOKENS or trained
 
 
 def _halves(most: int, least: int) -> Iterator[int]:

@@ -17,10 +17,11 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
-from relayline.stage.engine.kv_cache import count_cells, lay_out
+from relayline.stage.engine.kv_cache import lay_out
 from relayline.stage.engine.rope_choice import choose_rope
 from relayline.wire.common.errors import InternalError, ModelFileError, NativeError
 from relayline.wire.common.faulty_amx import leave_faulty_amx
+from relayline.wire.common.kv_layout import count_cells
 from relayline.wire.common.rope_factors import LongRope
 from relayline.wire.settings.table import EngineSettings
 

@@ -9,7 +9,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
-from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES, has_scores, keeps_window, window_cells
+from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES, count_cells, has_scores, keeps_window, window_cells
 from relayline.wire.settings import table
 from relayline.wire.settings.table import EngineSettings
 
@@ -20,8 +20,6 @@ FLASH_ATTN: dict[str, int] = {
     "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
 TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
-CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; done here first, so that n_batch is not clipped
-SPARE_CELLS = 256  # of one spare lane, in a unified cache
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,16 +30,6 @@ class Attention:
     keeps_window: bool  # layers with a window keep the cells of a lane's next rows alone
     has_scores: bool  # those of a whole step are computed, without flash attention
     goes_by_tiles: bool  # see `goes_by_tiles`
-
-
-def count_cells(kv_layout: str, n_lanes: int, spare_lanes: int, ctx_tokens: int, n_rows: int) -> int:
-    """Return the cells of all lanes, at least `n_rows`, as llama.cpp would round them."""
-    if kv_layout == "per-lane":  # spare lanes too are as long as the others
-        n_sequences = n_lanes + spare_lanes
-        lane_cells = max(ctx_tokens, -(-n_rows // n_sequences))
-        return -(-lane_cells // CTX_STEP_TOKENS) * CTX_STEP_TOKENS * n_sequences
-    n_cells = max(n_lanes * ctx_tokens + spare_lanes * SPARE_CELLS, n_rows)
-    return -(-n_cells // CTX_STEP_TOKENS) * CTX_STEP_TOKENS
 
 
 def lay_out(

@@ -36,6 +36,8 @@ WINDOW_CELLS = ("auto", "window", "all")  # the possible settings
 # Of these, windows are chunks: a row reads those before it in its chunk. So their first cell says little about what a
 # lane can be taken back to, and stages keep all.
 CHUNKED_ARCHITECTURES = frozenset({"llama4"})
+CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; stages do so first, so that n_batch is not clipped
+SPARE_CELLS = 256  # of one spare lane, in a unified cache
 WINDOW_CELLS_STEP = 256  # llama_kv_cache_iswa rounds the cells of windows up to this
 SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
 SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays
@@ -71,6 +73,16 @@ def layout_refusal(layout: str, architecture: str) -> str | None:
 def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:
     """Return the one layout of stages with these layers on a GPU: as for a CPU if any of them has none there."""
     return choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))
+
+
+def count_cells(kv_layout: str, n_lanes: int, spare_lanes: int, ctx_tokens: int, n_rows: int) -> int:
+    """Return the cells of all lanes, at least `n_rows`, as llama.cpp would round them."""
+    if kv_layout == "per-lane":  # spare lanes too are as long as the others
+        n_sequences = n_lanes + spare_lanes
+        lane_cells = max(ctx_tokens, -(-n_rows // n_sequences))
+        return -(-lane_cells // CTX_STEP_TOKENS) * CTX_STEP_TOKENS * n_sequences
+    n_cells = max(n_lanes * ctx_tokens + spare_lanes * SPARE_CELLS, n_rows)
+    return -(-n_cells // CTX_STEP_TOKENS) * CTX_STEP_TOKENS
 
 
 def window_cells(layout: str, *, window: int, n_sequences: int, n_cells: int, n_rows: int) -> int:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("relayline.stage")
 
+NAME_ONE = (
+    "name one of them: relayline join HOST:PORT --name NAME, or forget those of the past: relayline join --forget NAME"
+)
+
 
 class AddressOrCode(Address):
     """HOST:PORT, HOST for the port where hosts get their certificates, or a join code. Converts to (host, port) or to a
@@ -88,6 +92,12 @@ class AddressOrCode(Address):
     "--always-fetch", is_flag=True, help="Fetch layers even if this host can read the coordinator's own file."
 )
 @click.option("--enrol-only", is_flag=True, help="Get the certificate and end. A later `relayline join` continues.")
+@click.option(
+    "--forget",
+    type=Line("name"),
+    default="",
+    help="Delete this host's credentials for a stage of the past and end; with HOST:PORT, only those for there.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @telemetry_options
 @log_options
@@ -100,7 +110,7 @@ def join_command(**given: Any) -> None:
     multicast is blocked. `relayline join HOST:PORT TOKEN` is good for a day.
 
     The private key is made here. Code and token work once, for this host. After that, just `relayline join` joins
-    again, also if the first run was interrupted.
+    again, also if the first run was interrupted. `relayline join --forget NAME` drops a stage that this host was.
     """
     from relayline.stage.joining.config import check_relayed
     from relayline.stage.joining.join import run_joined
@@ -110,6 +120,9 @@ def join_command(**given: Any) -> None:
     if given["is_relayed"]:
         check_relayed(given["listen"] is not None, given["advertise"])
     root = given["state"] or joined_dir()
+    if given["forget"]:
+        _forget(given, root)
+        return
     if (code := _code(given)) is not None:
         _put_line(given, code)
     try:
@@ -128,6 +141,23 @@ def join_command(**given: Any) -> None:
     if given["is_relayed"] is None:
         given["is_relayed"] = joined.file.is_relayed
     run_joined(_config(given, joined), on_stage_ready(given), stage_telemetry(given), on_stage_idle(given))
+
+
+def _forget(given: dict[str, Any], root: Path) -> None:
+    from relayline.stage.joining.enrol import forget
+
+    name, address = given["forget"], given["address"]
+    if given["token"] or given["name"] or isinstance(address, JoinCode):
+        raise UsageError("--forget deletes a membership and joins none; give no code, token or --name with it")
+    there = address_of(*address) if address is not None else ""
+    try:
+        gone = forget(root, lambda file: _fits(file, name, there))
+    except OSError as error:
+        raise StartError(f"{root}: credentials cannot be deleted here: {error.strerror}") from error
+    if not gone:
+        raise UsageError(f"this host has not joined as {name}{f' at {there}' if there else ''}; nothing is forgotten")
+    for file in gone:
+        click.echo(f"forgot {file.name} at {file.enrol}; joining as it again needs a new code")
 
 
 def _code(given: dict[str, Any]) -> JoinCode | None:
@@ -205,9 +235,7 @@ def _begun(root: Path, name: str, address: str) -> PendingFile | None:
     found = [line for line in unfinished(root) if _fits(line, name, address)]
     if len(found) > 1:
         known = ", ".join(f"{line.name} at {line.enrol}" for line in found)
-        raise UsageError(
-            f"this host has begun to join as {known}; name one of them: relayline join HOST:PORT --name NAME"
-        )
+        raise UsageError(f"this host has begun to join as {known}; {NAME_ONE}")
     return found[0] if found else None
 
 
@@ -229,7 +257,7 @@ def chosen(root: Path, name: str = "", address: str = "") -> Joined:
         return fits[0]
     known = ", ".join(f"{one.file.name} at {one.file.enrol}" for one in fits or found)
     if fits:
-        raise UsageError(f"this host has joined as {known}; name one of them: relayline join HOST:PORT --name NAME")
+        raise UsageError(f"this host has joined as {known}; {NAME_ONE}")
     problem = f"has not joined that pipeline, only {known}" if known else "has not joined a pipeline yet"
     raise UsageError(
         f"this host {problem}; give the code or the whole line that `relayline up` printed: relayline join CODE, or "

@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import http.client
 import logging
+import shutil
 import ssl
 import threading
 from collections.abc import Callable
@@ -141,6 +142,25 @@ def unfinished(root: Path) -> list[PendingFile]:
     return found
 
 
+def forget(root: Path, fits: Callable[[JoinedFile | PendingFile], bool]) -> list[JoinedFile | PendingFile]:
+    """Delete the keys and certificates of the memberships, begun ones too, that `fits` picks. Returns what they were.
+
+    Raises OSError where they cannot be deleted.
+    """
+    found: dict[Path, JoinedFile | PendingFile] = {
+        _directory_of(root, enrolment.read_token(line.token)): line for line in unfinished(root)
+    }
+    found |= {one.directory: one.file for one in memberships(root)}
+    gone = {directory: file for directory, file in found.items() if fits(file)}
+    for directory in gone:
+        shutil.rmtree(directory)
+    return list(gone.values())
+
+
+def _directory_of(root: Path, token: JoinToken) -> Path:
+    return root / f"{token.name}-{token.fingerprint.hex()[:8]}"
+
+
 def enrol(
     host: str, port: int, token: JoinToken, root: Path, advertise: str = "", *, is_relayed: bool = False
 ) -> Joined:
@@ -151,7 +171,7 @@ def enrol(
     HandshakeError for clocks too far apart, ProtocolError for another service at that port, and OSError for a disk that
     cannot be written.
     """
-    directory = root / f"{token.name}-{token.fingerprint.hex()[:8]}"
+    directory = _directory_of(root, token)
     known = next((one for one in memberships(root) if one.directory == directory), None)
     digest = enrolment.digest_of(token.secret)
     if known is not None and known.file.token == digest and _is_usable(directory):

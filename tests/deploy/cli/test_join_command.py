@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from relayline.deploy.cli.join import chosen, join_command
-from relayline.stage.joining.enrol import JOINED_FILE, JoinedFile
+from relayline.stage.joining.enrol import JOINED_FILE, JoinedFile, PendingFile
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.enrolment import new_token
 
@@ -79,3 +79,32 @@ def test_a_membership_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None
     remember(tmp_path, "torn", "10.0.0.2:50049")
     next(tmp_path.glob("torn-*/*.json")).write_text("{")
     assert chosen(tmp_path).file.name == "old"
+
+
+def test_a_membership_of_the_past_is_forgotten(tmp_path: Path) -> None:
+    def forget(*arguments: str) -> str:
+        given = [*arguments, "--state", str(tmp_path)]
+        return CliRunner().invoke(join_command, given, catch_exceptions=False).output
+
+    for digest in ("a", "b"):
+        remember(tmp_path, "stage-1", "10.0.0.1:50049", digest)
+    remember(tmp_path, "stage-1", "10.0.0.2:50049")
+    remember(tmp_path, "stage-2", "10.0.0.1:50049")
+    assert refusal("10.0.0.1", "--state", tmp_path).endswith("relayline join --forget NAME")
+    once = "forgot stage-1 at 10.0.0.1:50049; joining as it again needs a new code\n"
+    assert forget("10.0.0.1", "--forget", "stage-1") == once * 2
+    assert chosen(tmp_path, address="10.0.0.1:50049").file.name == "stage-2"
+    assert chosen(tmp_path, "stage-1").file.enrol == "10.0.0.2:50049", "another pipeline's is kept"
+    message = refusal("10.0.0.1", "--forget", "stage-1", "--state", tmp_path)
+    assert message == "this host has not joined as stage-1 at 10.0.0.1:50049; nothing is forgotten"
+    assert "joins none" in refusal("482-177-309", "--forget", "stage-1", "--state", tmp_path)
+
+
+def test_a_line_that_was_only_begun_is_forgotten(tmp_path: Path) -> None:
+    token = new_token("stage-1", b"a CA")
+    directory = tmp_path / f"stage-1-{token.fingerprint.hex()[:8]}"
+    directory.mkdir()
+    line = PendingFile("stage-1", "10.0.0.1:50049", str(token))
+    (directory / "pending-0.json").write_bytes(msgspec.json.encode(line))
+    CliRunner().invoke(join_command, ["--forget", "stage-1", "--state", str(tmp_path)], catch_exceptions=False)
+    assert not list(tmp_path.iterdir())

@@ -22,6 +22,7 @@ from relayline.stage.engine.layer_cells import Form, LayerCells, packed
 from relayline.stage.steps.handing import HandedLane, Handing, Key, behind, joined
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import NotReadyError, ProtocolError, StageLostError, UnauthenticatedError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import caller
@@ -118,7 +119,7 @@ class HandOver:
             if layers.shown_pass and hmac.compare_digest(layers.shown_pass.encode(), shown_pass.encode()):
                 who = caller()
                 if who is not None and who.name != layers.to:
-                    raise UnauthenticatedError(f"these lanes are for stage {layers.to}, not for {who}")
+                    raise UnauthenticatedError(f"these lanes are for {named_stage(layers.to)}, not for {who}")
                 return layers
         raise UnauthenticatedError("lanes go to a stage that shows the pass of the change, and only once")
 

@@ -15,6 +15,7 @@ from relayline.stage.steps.grants import Grants
 from relayline.stage.steps.step_types import RouteOutput
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StageLostError, StaleEpochError, UnauthenticatedError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.roles import Identity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -104,7 +105,7 @@ class Route:
             return
         is_right = who.name == expected.name if expected.name else who == self.owner
         if not is_right:
-            owner = f"stage {expected.name}" if expected.name else "its coordinator"
+            owner = named_stage(expected.name) if expected.name else "its coordinator"
             raise UnauthenticatedError(f"stage {self.stage_index} accepts work from {owner}, not from {who}")
 
     def check_watcher(self, who: Identity | None, shown_pass: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import PlaceTakenError, UnauthenticatedError, UsageError, VersionError
 from relayline.wire.common.phase import HostState
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.roles import Credential
 
 
@@ -90,14 +91,14 @@ class Membership:
         self._check_credential(place, who.credential)
         if who.protocol_version != bounds.PROTOCOL_VERSION:
             raise VersionError(
-                f"stage {who.name} (relayline {who.software_version or '?'}) speaks protocol {who.protocol_version}, "
-                f"this coordinator (relayline {self._software_version}) protocol {bounds.PROTOCOL_VERSION}; "
-                "upgrade the older one; the stage waits until then"
+                f"{named_stage(who.name)} (relayline {who.software_version or '?'}) speaks protocol "
+                f"{who.protocol_version}, this coordinator (relayline {self._software_version}) protocol "
+                f"{bounds.PROTOCOL_VERSION}; upgrade the older one; the stage waits until then"
             )
         holder = place.member
         if holder is not None and holder.process_id != who.process_id:
             raise PlaceTakenError(
-                f"stage {who.name} is already here, from {holder.host} ({holder.hostname}); "
+                f"{named_stage(who.name)} is already here, from {holder.host} ({holder.hostname}); "
                 f"end that one first, or join under another name"
             )
         return place

@@ -15,6 +15,7 @@ from typing import Protocol
 from relayline.coordinator.engine.membership import Introduction, Membership, Place
 from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError, UnauthenticatedError
 from relayline.wire.common.phase import HostState
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.revocation import IS_REVOKED
 from relayline.wire.links.roles import Credential, Identity, Role
 from relayline.wire.links.security import credential_host, host_of, is_loopback
@@ -206,7 +207,7 @@ class JoinedRoster:
     def join(self, who: Introduction) -> int:
         """Give a stage its place; returns its ticket. Raises as Membership.check."""
         place = self._membership.check(who)
-        self._lose_if_serving(place, f"stage {who.name} joined again")
+        self._lose_if_serving(place, f"{named_stage(who.name)} joined again")
         ticket = self._membership.join(who, time.monotonic_ns())
         fields = {"stage": who.name, "index": place.index, "from": who.host, "hostname": who.hostname}
         log.info("stage joined", extra={"fields": fields})
@@ -228,7 +229,7 @@ class JoinedRoster:
         place = self._membership.place_of(ticket)
         if place is None or place.index not in self.holders:
             return
-        self._lose_if_serving(place, f"stage {place.name} is loading again")
+        self._lose_if_serving(place, f"{named_stage(place.name)} is loading again")
         changed = place.state is not state
         if changed:
             log.info("stage is %s", state.value, extra={"fields": {"stage": place.name, "bytes": total_bytes}})
@@ -242,7 +243,7 @@ class JoinedRoster:
             return
         if place.index not in self.holders:
             return  # it has not heard yet that its layers are others' now
-        self._lose_if_serving(place, f"stage {place.name} now serves at another address")
+        self._lose_if_serving(place, f"{named_stage(place.name)} now serves at another address")
         self._membership.serving(ticket, address, instance_id, time.monotonic_ns())
         missing = self._membership.missing()
         fields = {"stage": place.name, "address": address, "waiting_for": ",".join(missing) or "nobody"}
@@ -291,7 +292,7 @@ class JoinedRoster:
         if self._membership.is_shut_out(place):
             kind, reason = UnauthenticatedError, f"its credential {IS_REVOKED}"
             self._membership.failed(ticket, reason)
-        self._lose_if_serving(place, f"stage {place.name} left: {reason}", kind)
+        self._lose_if_serving(place, f"{named_stage(place.name)} left: {reason}", kind)
         self._membership.leave(ticket, time.monotonic_ns())
         if place.index not in self.holders:
             self.stands_by(place)
@@ -313,7 +314,8 @@ def loopback_gaps(places: Sequence[Place]) -> list[str]:
     for upstream, place in itertools.pairwise(places):
         if is_loopback(host_of(place.address)) and not is_loopback(host_of(upstream.address)):
             lines.append(
-                f"stage {place.name} is at {place.address}, which {upstream.name} at {upstream.address} cannot reach; "
-                f"let {place.name} join through an address of this host that others can reach, or give it --advertise"
+                f"{named_stage(place.name)} is at {place.address}, which {upstream.name} at {upstream.address} cannot "
+                f"reach; let {place.name} join through an address of this host that others can reach, or give it "
+                "--advertise"
             )
     return lines

@@ -31,6 +31,7 @@ from relayline.coordinator.engine.conductor import Conductor
 from relayline.coordinator.sessions.tenants import Level, Tenant
 from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.texts import named_stage
 
 WAKE_MAX_S = 600.0  # without any stage getting on with its load; then the wake has failed
 TAKEN_OVER_S = 10.0  # for others to begin to take over from a stage that is lost, once that is due
@@ -230,7 +231,7 @@ class Sleep:
         """A stage that holds layers has left: while it wakes, it is waited for like any lost stage."""
         if self.state is SleepState.WAKING:
             self._enter(SleepState.AWAKE, now_ns)
-            self._conductor.availability.lost(now_ns, StageLostError(f"stage {name} was lost while it loaded"))
+            self._conductor.availability.lost(now_ns, StageLostError(f"{named_stage(name)} was lost while it loaded"))
 
     def failed(self, why: str, now_ns: int) -> list[SleepInstruction]:
         """A stage cannot load, and sleeps again: also one that was to load while another was lost."""

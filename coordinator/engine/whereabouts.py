@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links import rpc
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import LinkSecurity, address_of, is_loopback
@@ -38,11 +39,11 @@ async def whereabouts(
     # Only now: a certificate for a name does not hold for the address, and the stage would warn of a caller who left.
     other_trouble = await _trouble(other, security, who)
     if not other_trouble:
-        line = f"stage {name} reports the address {own}, but it is not there ({own_trouble})"
+        line = f"{named_stage(name)} reports the address {own}, but it is not there ({own_trouble})"
         remedy = f"If it stays there, start it with --advertise {peer}"
         return other, f"{line}; the coordinator reaches it at {other}, the address that it joins from. {remedy}"
     return own, (
-        f"stage {name} reports the address {own} ({own_trouble}) and joins from {peer}, but it is at neither "
+        f"{named_stage(name)} reports the address {own} ({own_trouble}) and joins from {peer}, but it is at neither "
         f"({other_trouble}); start it again with --advertise HOST and --listen HOST:PORT of an address where "
         f"it can be reached, or, {BEHIND_NAT}"
     )
@@ -50,7 +51,8 @@ async def whereabouts(
 
 def _closed_text(name: str, address: str, trouble: str) -> str:
     port = address.rpartition(":")[2]
-    return f"stage {name} cannot be reached at {address} ({trouble}); open port {port} on its host, or, {BEHIND_NAT}"
+    text = f"{named_stage(name)} cannot be reached at {address} ({trouble})"
+    return f"{text}; open port {port} on its host, or, {BEHIND_NAT}"
 
 
 async def _trouble(address: str, security: LinkSecurity, who: Identity | None) -> str:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import OverloadedError, UnauthenticatedError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.join_code import JoinCode
 
 E = TypeVar("E")
@@ -47,7 +48,7 @@ class CodedInvitation:
         if self.is_used:
             there = f" at {address}" if address else ""
             how = f"`relayline join --name {self.name}`"
-            why = f"was used: stage {self.name} has joined{there}; on its host {how} goes on"
+            why = f"was used: {named_stage(self.name)} has joined{there}; on its host {how} goes on"
         elif self.n_wrong >= bounds.JOIN_CODE_WRONG_MAX:
             why = f"is void after {self.n_wrong} wrong tries"
         elif self.is_uncounted:

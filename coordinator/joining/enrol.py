@@ -35,6 +35,7 @@ from relayline.wire.common.errors import (
     UsageError,
     http_status,
 )
+from relayline.wire.common.texts import named_stage
 from relayline.wire.common.versions import version_of
 from relayline.wire.links import enrolment
 from relayline.wire.links.roles import NAME, Identity, Role
@@ -103,8 +104,9 @@ class Enrolment:
             raise
         if not may_be_called(asked.advertise, stage, address):
             raise UnauthenticatedError(
-                f"stage {stage.name} belongs on {stage.host} but calls from {address}, so it gets no certificate for "
-                f"{asked.advertise}; write `host: {asked.advertise}` for it in the manifest, or leave out --advertise"
+                f"{named_stage(stage.name)} belongs on {stage.host} but calls from {address}, so it gets no "
+                f"certificate for {asked.advertise}; write `host: {asked.advertise}` for it in the manifest, or leave "
+                "out --advertise"
             )
         relay = self._join[0] if asked.is_relayed else ""
         names = tuple(name for name in (address, asked.advertise, relay) if name)
@@ -118,7 +120,7 @@ class Enrolment:
         if asked.certificate:
             stage, held = await asyncio.to_thread(self._authority.holder, asked.certificate, now)
             if stage.role is not Role.STAGE or stage.name != asked.name or held != key:
-                raise WrongTokenError(f"a renewal for stage {asked.name} came with a certificate of {stage}")
+                raise WrongTokenError(f"a renewal for {named_stage(asked.name)} came with a certificate of {stage}")
             return stage, key
         invitation = await asyncio.to_thread(self._authority.invitation, asked.name)
         try:

@@ -20,6 +20,7 @@ from relayline.coordinator.planner.share_out import Holder, share_out
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, RelaylineError, UsageError
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.texts import named_stage
 from relayline.wire.settings.table import PREFIX_MEMORY_AUTO, EngineSettings
 
 log = logging.getLogger("relayline.coordinator")
@@ -187,7 +188,7 @@ class Hosts:
     def add(self, stage: str, *, is_spare: bool) -> None:
         """Make a place for a stage that was not named at the start. Raises InvalidRequestError."""
         if stage in self._roster.names():
-            raise InvalidRequestError(f"there already is a stage {stage}")
+            raise InvalidRequestError(f"there already is {named_stage(stage)}")
         like = self._service.place(self._layers.moves.holders[0])
         try:
             self._service.add(JoiningStage(stage, like.engine, like.telemetry, is_spare=is_spare))

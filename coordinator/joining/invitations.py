@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import OverloadedError, UnauthenticatedError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.enrolment import digest_of
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import credential_host, is_loopback
@@ -59,17 +60,17 @@ class Desk:
         is_right = hmac.compare_digest(known, digest_of(secret))
         if invitation is None or not is_right:
             raise WrongTokenError(
-                f"this token is not the newest one for stage {name}; copy the line again, or: {new_line}"
+                f"this token is not the newest one for {named_stage(name)}; copy the line again, or: {new_line}"
             )
         if invitation.key_digest:
             if not hmac.compare_digest(invitation.key_digest, key_digest):
                 raise UnauthenticatedError(
-                    f"the token for stage {name} was already used, by {invitation.used_by}; if that was not you, "
-                    f"revoke it with `relayline certs revoke`. {new_line}"
+                    f"the token for {named_stage(name)} was already used, by {invitation.used_by}; if that was not "
+                    f"you, revoke it with `relayline certs revoke`. {new_line}"
                 )
         elif now > invitation.expires:
             raise UnauthenticatedError(
-                f"the token for stage {name} expired at {invitation.expires:%Y-%m-%d %H:%M} UTC; {new_line}"
+                f"the token for {named_stage(name)} expired at {invitation.expires:%Y-%m-%d %H:%M} UTC; {new_line}"
             )
 
     def note_wrong(self, address: str, now_ns: int) -> None:

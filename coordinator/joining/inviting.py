@@ -13,6 +13,7 @@ from typing import Protocol
 
 from relayline.coordinator.joining.config import NAME, Authority
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, UsageError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.join_code import code_line
 from relayline.wire.links.roles import TAKEN_NAMES, Identity, Role
 from relayline.wire.links.security import credential_host
@@ -85,9 +86,9 @@ class Inviter:
         before = await asyncio.to_thread(self._authority.invitation, name)
         if not is_new and not (before is None and name in self._bare):
             if before is None:
-                raise InvalidRequestError(f"stage {name} is not on another host, so there is no line for it")
+                raise InvalidRequestError(f"{named_stage(name)} is not on another host, so there is no line for it")
             if host and credential_host(host) != before.stage.host:
-                text = f"stage {name} belongs on {before.stage.host}; give a new stage another name"
+                text = f"{named_stage(name)} belongs on {before.stage.host}; give a new stage another name"
                 raise InvalidRequestError.of_field("host", text)
             host = before.stage.host
         if "*" in host or not Identity(Role.STAGE, credential_host(host), name).is_valid:
@@ -112,8 +113,8 @@ class Inviter:
         """Make the place, before anything is written down. Raises InvalidRequestError where there can be none."""
         if self._fixed and not is_spare:
             raise InvalidRequestError(
-                f"stage {name} would share all layers, and the manifest fixes those of {', '.join(self._fixed)}; "
-                "it can join as a spare",
+                f"{named_stage(name)} would share all layers, and the manifest fixes those of {', '.join(self._fixed)}"
+                "; it can join as a spare",
                 "spare",
             )
         self._add(name, is_spare=is_spare)

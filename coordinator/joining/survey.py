@@ -19,6 +19,7 @@ from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.speed import Sample
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import NotReadyError, ProtocolError, RelaylineError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -141,7 +142,7 @@ def report_of(who: Introduction, found: pb.HostMeasured, slices: Sequence[pb.Sur
     samples: tuple[Sample, ...] = ()
     if not problem:
         if len(found.slices) != len(slices):
-            raise ProtocolError(f"stage {who.name} measured {len(found.slices)} slices of {len(slices)}")
+            raise ProtocolError(f"{named_stage(who.name)} measured {len(found.slices)} slices of {len(slices)}")
         samples = tuple(
             Sample(order.layer_bytes, order.head_bytes, _points(who, costs.decode), _points(who, costs.prefill))
             for order, costs in zip(slices, found.slices, strict=True)
@@ -155,5 +156,5 @@ def _points(who: Introduction, points: Sequence[pb_wire.CostPoint]) -> tuple[tup
     if len(found) > POINTS_MAX or any(
         not 0 < rows <= bounds.ROWS_PER_ENVELOPE_MAX or not 0 < ns < STEP_NS_MAX for rows, ns in found
     ):
-        raise ProtocolError(f"stage {who.name} reports impossible step times")
+        raise ProtocolError(f"{named_stage(who.name)} reports impossible step times")
     return found

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.texts import named_stage
 
 _UPSTREAM = re.compile(r"the upstream link of stage (\d+) closed|, which sends to stage (\d+), ")
 _WITHIN_HOST = re.compile(r"[\w.-]")
@@ -22,7 +23,7 @@ def lost_stage(error: RelaylineError, addresses: Sequence[str], stage_names: Seq
         if address and _is_named(address, reason):
             return index
     for index, name in enumerate(stage_names):
-        if re.search(rf"\bstage {re.escape(name)}(?![\w-])", reason):
+        if re.search(rf"(?:\bstage {re.escape(name)}|^{re.escape(named_stage(name))})(?![\w-])", reason):
             return index
     upstream = _UPSTREAM.search(reason)
     if upstream is not None:

@@ -12,7 +12,7 @@ from relayline.coordinator.planner.instance import Host, Instance, Machine
 from relayline.coordinator.planner.memory import HEADROOM, pools_of, stage_memory, usable_bytes
 from relayline.coordinator.planner.quantisations import smaller_quantisation
 from relayline.coordinator.planner.search import Best, Room, best_split
-from relayline.wire.common.texts import named_layers
+from relayline.wire.common.texts import named_layers, named_stage
 from relayline.wire.common.units import GIB
 
 MEMORY_STEP_BYTES = GIB // 2  # the steps in which a further machine's memory is given
@@ -133,7 +133,7 @@ def _shortages(instance: Instance, cuts: Sequence[int]) -> tuple[Shortage, ...]:
     for stage, (host, edge) in enumerate(zip(instance.hosts, edges, strict=True)):
         limit, need = usable_bytes(host.memory_bytes), room.need(stage, *edge).limited_bytes
         if limit is not None and need > limit:
-            found.append(Shortage(f"stage {host.name}", need, limit, edge))
+            found.append(Shortage(named_stage(host.name), need, limit, edge))
     for pool, usable in room.pools:
         mine = [stage for stage, host in enumerate(instance.hosts) if pool in pools_of(host)]
         need = sum(room.need_of(pool, stage, *edges[stage]) for stage in mine)

@@ -17,6 +17,7 @@ from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NotReadyError
 from relayline.wire.common.logs import is_json
 from relayline.wire.common.tasks import end_task, set_within
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.security import LinkSecurity
 
 log = logging.getLogger("relayline.coordinator")
@@ -68,7 +69,7 @@ class RelayChild:
                     await self._told.wait()
         except TimeoutError as error:
             at = self.figures().get(name, {}).get("port", 0)
-            text = f"stage {name} says that it is reached at port {port}, but the relay has port {at} for it"
+            text = f"{named_stage(name)} says that it is reached at port {port}, but the relay has port {at} for it"
             raise NotReadyError(text) from error
 
     @property

@@ -25,6 +25,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.process import first_of
 from relayline.wire.common.tasks import cancel_all
+from relayline.wire.common.texts import named_stage
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc, way
 from relayline.wire.links.carrying import BROKEN, MESSAGE_BYTES_MAX
@@ -170,7 +171,7 @@ class Relay:
                 line = "port %d of relayed stage %s cannot be listened on (%s); others reach the stage at port %d"
                 log.warning(line, given, door.name, why, door.port)
             return
-        raise StartError(f"no port is free on {self._config.host} for relayed stage {door.name}")
+        raise StartError(f"no port is free on {self._config.host} for relayed {named_stage(door.name)}")
 
     async def _measure(self, door: Door, tunnel: Tunnel) -> None:
         found = pb.WayMeasured()

@@ -11,6 +11,7 @@ import click
 from relayline.deploy.cli.options import OUTPUT, IntRange, Line, Name
 from relayline.deploy.cli.paths import Directory
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.roles import NAME, Identity, Role
 from relayline.wire.links.security import TOKEN_FILE, credential_host
 
@@ -149,7 +150,7 @@ def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool
         if role is not Role.STAGE or not where:
             raise UsageError(f"{directory} has no CA, only join tokens of stages; give --stage NAME and --host HOST")
         revoke_token(directory, Identity(Role.STAGE, where, name))
-        click.echo(f"revoked the join token of stage {name} on {where}")
+        click.echo(f"revoked the join token of {named_stage(name)} on {where}")
         return
 
     def wanted(identity: Identity) -> bool:

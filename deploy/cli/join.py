@@ -212,7 +212,7 @@ def _joined(given: dict[str, Any], root: Path) -> Joined:
     if given["token"]:
         token = read_token(given["token"])
         if given["name"] not in ("", token.name):
-            raise UsageError(f"the token is for stage {token.name}, not for {given['name']}; leave out --name")
+            raise UsageError(f"the token is for {token.name}, not for {given['name']}; leave out --name")
         host, port = given["address"]
         return enrol(host, port, token, root, given["advertise"], is_relayed=bool(given["is_relayed"]))
     address = address_of(*given["address"]) if given["address"] is not None else ""

@@ -23,6 +23,7 @@ from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.files import write_file
 from relayline.wire.common.places import expanded, home, joined_dir, joined_dir_of
+from relayline.wire.common.texts import named_stage
 
 if TYPE_CHECKING:
     from relayline.stage.joining.enrol import Joined
@@ -99,7 +100,7 @@ def install_command(
         if is_new:  # nothing would start it, and `uninstall` would fail as well
             _remove(joined, unit)
         raise
-    click.echo(f"installed {unit.path}; stage {joined.file.name} runs now, and at every start of this system")
+    click.echo(f"installed {unit.path}; {named_stage(joined.file.name)} runs now, and at every start of this system")
     click.echo(f"its log: {unit.logs}")
     for line in shell.lines(_private_path(joined, unit)):
         click.echo(line)
@@ -237,7 +238,7 @@ def _unit(joined: Joined, *, is_system: bool, join_flags: tuple[str, ...] = (), 
             "this system has no systemctl; let your service manager run `relayline join`, with the command "
             f"{' '.join(command)}"
         )
-    text = f"relayline stage {joined.file.name} of the pipeline at {joined.file.coordinator}"
+    text = f"relayline {named_stage(joined.file.name)} of the pipeline at {joined.file.coordinator}"
     private = joined.directory.absolute() / PRIVATE_FILE if shell.chosen else None
     return systemd_unit(
         joined.file.name, command, text, home(), is_system=is_system, user=user, variables=shell.kept, private=private

@@ -18,7 +18,7 @@ from relayline.deploy.machine.addresses import is_this_machine
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase
-from relayline.wire.common.texts import system_reason
+from relayline.wire.common.texts import named_stage, system_reason
 from relayline.wire.common.versions import version_of
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import Identity, Role
@@ -71,7 +71,7 @@ def hosts_of(manifest: Manifest) -> dict[str, tuple[str, int]]:
     hosts: dict[str, tuple[str, int]] = {}
     for stage in manifest.stages:
         if not (stage.is_local or stage.relay):
-            hosts.setdefault(stage.host, (f"stage {stage.name}", manifest.listen_port(stage)))
+            hosts.setdefault(stage.host, (named_stage(stage.name), manifest.listen_port(stage)))
     if not is_local(manifest.spec.coordinator.host):
         hosts.setdefault(manifest.spec.coordinator.host, ("the coordinator", manifest.join_port))
     return hosts

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from relayline.deploy.machine.ports import LOCALHOST
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
         wanted.append(("tunnels of relayed stages", links_host(manifest), manifest.relay_port))
     for stage in manifest.members:
         if stage.relay:
-            wanted.append((f"relayed stage {stage.name}", links_host(manifest), manifest.listen_port(stage)))
+            wanted.append((f"relayed {named_stage(stage.name)}", links_host(manifest), manifest.listen_port(stage)))
         if stage.is_local:
-            wanted.append((f"stage {stage.name}", links_host(manifest), manifest.listen_port(stage)))
-            wanted.append((f"metrics of stage {stage.name}", LOCALHOST, manifest.metrics_port(stage)))
+            wanted.append((named_stage(stage.name), links_host(manifest), manifest.listen_port(stage)))
+            wanted.append((f"metrics of {named_stage(stage.name)}", LOCALHOST, manifest.metrics_port(stage)))
     return [(what, host, port) for what, host, port in wanted if port]
 
 

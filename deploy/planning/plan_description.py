@@ -12,7 +12,7 @@ from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.rates import rate_of
 from relayline.deploy.planning.busy import BOUNDED, BUSY_SLOWER_MAX
 from relayline.deploy.planning.known_hosts import KnownHost
-from relayline.wire.common.texts import counted, named_layers
+from relayline.wire.common.texts import counted, named_layers, named_stage
 from relayline.wire.common.units import GIB
 
 ROWS_COMPARED = 8  # of the step by which hosts are compared
@@ -111,8 +111,14 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
     if equal:
         line += f"; equal shares would give {_rounded(equal)}"
     if planned["limit"]:
-        line += f"; the limit is {planned['limit']}"
+        line += f"; the limit is {limit_text(planned['limit'])}"
     return [*lines, line]
+
+
+def limit_text(limit: str) -> str:
+    """Return a plan's `limit` for a person: "stage-1" for "stage stage-1"."""
+    kind, _, name = limit.partition(" ")
+    return named_stage(name) if kind == "stage" else limit
 
 
 def _rounded(rate: float) -> str:

@@ -13,6 +13,7 @@ from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.memory import StageMemory, kv_cells, window_kv_cells
 from relayline.coordinator.planner.predict import PROMPT_TOKENS, ROWS_SHOWN, Prediction, RatePlan, StagePlan
 from relayline.coordinator.planner.search import Best
+from relayline.deploy.planning.plan_description import limit_text
 from relayline.deploy.tables import console_of_stdout, fitted
 from relayline.wire.common.texts import counted, layer_range
 from relayline.wire.common.units import GIB
@@ -265,7 +266,7 @@ def _rate_table(plan: Plan, width: int) -> Table:
             f"{rate.tokens_per_s:.1f}",
             f"{rate.tokens_per_s / rate.n_streams:.1f}",
             f"{rate.n_groups} x {rate.group_rows}",
-            escape(rate.limit),
+            escape(limit_text(rate.limit)),
         ]
         for rate in plan.prediction.rates
     ]

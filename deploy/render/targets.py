@@ -16,6 +16,7 @@ from relayline.deploy.render import (
     leaderworkerset,
 )
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import named_stage
 
 TARGETS: Final = (compose.TARGET, compose_hosts.TARGET, kubernetes.TARGET, leaderworkerset.TARGET)
 COMPOSE: Final = frozenset({compose.TARGET, compose_hosts.TARGET})
@@ -31,7 +32,7 @@ def render(manifest: Manifest, target: str, models_dir: str = ".") -> dict[str, 
         raise UsageError("spares stand by where `relayline up` runs the pipeline; leave them out of what is rendered")
     if relayed := [stage.name for stage in manifest.stages if stage.relay]:
         raise UsageError(
-            f"stage {relayed[0]} has `relay`, which is for hosts that run `relayline join`; "
+            f"{named_stage(relayed[0])} has `relay`, which is for hosts that run `relayline join`; "
             "leave it out of what is rendered"
         )
     if target == compose.TARGET:

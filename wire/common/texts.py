@@ -89,6 +89,11 @@ def named_layers(start: int, end: int) -> str:
     return f"layer{'s' if end - start > 1 else ''} {layer_range(start, end)}"
 
 
+def named_stage(name: str) -> str:
+    """Return a stage's name with its noun: "stage laptop", but "stage-1" where the name itself begins with it."""
+    return name if name.startswith("stage") and name != "stage" else f"stage {name}"
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 

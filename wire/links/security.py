@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relayline.wire.common.errors import InternalError, UsageError
+from relayline.wire.common.texts import named_stage
 from relayline.wire.links import role_tokens
 from relayline.wire.links.roles import Identity, Role
 
@@ -175,12 +176,14 @@ def checked_role(security: LinkSecurity, role: Role | None, name: str) -> LinkSe
                 f"the join token is for a {token.role.value}, but this process is a {role.value}; {remedy}"
             )
         if name and token.identity is not None and token.identity.name != name:
-            raise UsageError(f"the join token is for {token.identity}, but this process is stage {name}; {remedy}")
+            raise UsageError(
+                f"the join token is for {token.identity}, but this process is {named_stage(name)}; {remedy}"
+            )
     if security.cert is not None and (identity := security.identity) is not None:
         if role is not None and identity.role is not role:
             raise UsageError(f"{security.cert} is for {identity}, but this process is a {role.value}; {remedy}")
         if name and identity.name != name:
-            raise UsageError(f"{security.cert} is for {identity}, but this process is stage {name}; {remedy}")
+            raise UsageError(f"{security.cert} is for {identity}, but this process is {named_stage(name)}; {remedy}")
     return security
 
 

@@ -13,6 +13,7 @@ from relayline.deploy.machine.ports import LOCALHOST
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.manifest.gateway import Behind, GatewayManifest
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import named_stage
 
 # What `up` changes in each besides: the address at which only the gateway finds it.
 ON_LOOPBACK: Mapping[str, Any] = MappingProxyType({"coordinator.http.host": LOCALHOST, "coordinator.http.port": 0})
@@ -69,6 +70,6 @@ def _ports(manifest: Manifest) -> list[tuple[str, int, str]]:
         wanted.append((here, manifest.relay_port, "tunnels of relayed stages"))
     for stage in manifest.members:
         host = here if stage.is_local else stage.host
-        wanted.append((here if stage.relay else host, manifest.listen_port(stage), f"stage {stage.name}"))
-        wanted.append((host, manifest.metrics_port(stage), f"metrics of stage {stage.name}"))
+        wanted.append((here if stage.relay else host, manifest.listen_port(stage), named_stage(stage.name)))
+        wanted.append((host, manifest.metrics_port(stage), f"metrics of {named_stage(stage.name)}"))
     return [(host, port, what) for host, port, what in wanted if port]

@@ -12,7 +12,7 @@ from relayline.wire.common.errors import StageLostError
 from relayline.wire.links.silence import silent_text
 
 ADDRESSES = ("10.0.0.1:50", "10.0.0.1:501", "box-b.lab:50")
-NAMES = ("first", "first-b", "last")
+NAMES = ("first", "first-b", "stage-3")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,10 @@ NAMES = ("first", "first-b", "last")
         ("stage 0: link to 10.0.0.1:501 is gone", 0, 1),
         ("stage first-b left: the connection to the stage was lost", None, 1),
         ("stage first left: it said goodbye", None, 0),
+        ("stage-3 left: it said goodbye", None, 2),
+        ("stage-30 left: it said goodbye", None, None),
+        ("stage stage-3 left: it said goodbye", None, 2),
+        ("stage 2: stage-3 accepts no work", 0, 0),
         ("stage 2: the upstream link of stage 2 closed", 2, 1),
         ("stage 0: the upstream link of stage 0 closed", 0, None),
         (f"stage 2: {silent_text('10.0.0.1, which sends to stage 2,')}", 2, 1),

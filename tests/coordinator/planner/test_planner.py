@@ -351,7 +351,7 @@ def test_one_more_machine_is_proposed_with_the_memory_that_it_needs() -> None:
     tight = dataclasses.replace(instance, hosts=hosts)
     assert best_split(tight) is None
     infeasible = explain(tight)
-    assert {short.place for short in infeasible.shortages} <= {"stage stage-0", "stage stage-1"}
+    assert {short.place for short in infeasible.shortages} <= {"stage-0", "stage-1"}
     (more,) = (remedy for remedy in infeasible.remedies if remedy.startswith("one more machine"))
     gib = float(more.split()[-2])
     assert 0 < gib < 6

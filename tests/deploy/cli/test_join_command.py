@@ -33,7 +33,7 @@ def refusal(*arguments: str | Path) -> str:
 def test_a_token_is_for_the_stage_that_it_names(tmp_path: Path) -> None:
     token = new_token("old", b"a CA")
     message = refusal("127.0.0.1:1", str(token), "--name", "server", "--state", tmp_path)
-    assert message == "the token is for stage old, not for server; leave out --name"
+    assert message == "the token is for old, not for server; leave out --name"
     assert "not one of a join line" in refusal("127.0.0.1:1", "nonsense", "--state", tmp_path)
     assert not list(tmp_path.iterdir())
 

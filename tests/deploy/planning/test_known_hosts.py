@@ -29,7 +29,7 @@ from relayline.deploy.planning.known_hosts import (
     refine_hosts,
     remember_hosts,
 )
-from relayline.deploy.planning.plan_description import describe_plan, lines_of
+from relayline.deploy.planning.plan_description import describe_plan, limit_text, lines_of
 from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.places import state_dir
@@ -91,6 +91,11 @@ def test_a_faster_host_gets_more_layers_and_the_reason_is_shown() -> None:
     assert f"layers {first}-{facts.n_layers - 1}" in lines[2]
     assert "0.4 ms and 800 Mbit/s from here" in lines[1]
     assert "equal shares would give" in lines[-1]
+
+
+def test_the_limit_of_a_plan_is_said_with_one_noun() -> None:
+    assert [limit_text(f"stage {name}") for name in ("server", "stage-1")] == ["stage server", "stage-1"]
+    assert limit_text("the link a to b") == "the link a to b"
 
 
 def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:

@@ -26,6 +26,7 @@ from relayline.wire.common.texts import (
     layer_range,
     layer_ranges,
     named_layers,
+    named_stage,
     printable,
     printable_values,
     system_reason,
@@ -146,3 +147,8 @@ def test_a_whole_number_is_digits_alone() -> None:
 def test_a_time_has_two_units() -> None:
     found = [duration_text(seconds) for seconds in (0.4, 45, 59.6, 200, 7_500, 97_200)]
     assert found == ["0 s", "45 s", "1 min 0 s", "3 min 20 s", "2 h 5 min", "1 d 3 h"]
+
+
+def test_a_stage_is_named_with_one_noun() -> None:
+    said = [named_stage(name) for name in ("laptop", "stage-1", "stage", "a-stage")]
+    assert said == ["stage laptop", "stage-1", "stage stage", "stage a-stage"]

@@ -14,11 +14,12 @@ import secrets
 from collections.abc import Collection
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.texts import counted
 from relayline.wire.links import enrolment
 from relayline.wire.links.security import is_loopback
 
 SLOT_FIRST, SLOT_LAST = 100, 999
-_SECRET_DIGITS = 6
+_DIGITS, _SECRET_DIGITS = 9, 6
 _CODE = re.compile(r"([1-9]\d{2})[- ]?(\d{3})[- ]?(\d{3})")
 _CODE_LIKE = re.compile(r"[\d][\d -]*")  # no host and no token is written so, but a wrong code is
 
@@ -68,6 +69,13 @@ def read_code(text: str) -> JoinCode:
     """Return a code's parts, written with hyphens, blanks or neither. Raises UsageError."""
     found = _CODE.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"{text.strip()!r} is not a code of nine digits, such as 482-177-309; copy it again")
+        digits = sum(each.isdecimal() for each in text)
+        if digits != _DIGITS:
+            problem = f"has {counted(digits, 'digit')}; a join code has nine"
+        elif text.strip().startswith("0"):
+            problem = "begins with 0; the first digit of a join code is 1 to 9"
+        else:
+            problem = "does not have its nine digits in three groups"
+        raise UsageError(f"{text.strip()!r} {problem}, such as 482-177-309; copy it again")
     slot, *secret = found.groups()
     return JoinCode(int(slot), "".join(secret))

@@ -22,10 +22,21 @@ def test_a_code_is_read_as_people_write_it() -> None:
     assert "177309" not in repr(CODE), "a secret is not for logs"
 
 
-@pytest.mark.parametrize("text", ["482-177-30", "4821-773-091", "082-177-309", "482--177-309", "482-177-309-"])
-def test_a_code_with_other_digits_is_refused_in_one_line(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("482-177-30", "'482-177-30' has 8 digits; a join code has nine"),
+        ("4821-73-091", "nine digits in three groups"),
+        ("4821-773-0912", "has 11 digits"),
+        ("000-000-000", "'000-000-000' begins with 0; the first digit of a join code is 1 to 9"),
+        ("082177309", "begins with 0"),
+        ("482--177-309", "three groups"),
+        ("482-177-309-", "three groups"),
+    ],
+)
+def test_a_code_with_other_digits_is_refused_in_one_line(text: str, problem: str) -> None:
     assert is_code_like(text), "it can be nothing else"
-    with pytest.raises(UsageError, match="is not a code of nine digits, such as 482-177-309") as caught:
+    with pytest.raises(UsageError, match=f"{problem}.*, such as 482-177-309; copy it again") as caught:
         read_code(text)
     assert "\n" not in caught.value.message
 

@@ -40,6 +40,7 @@ PATIENT_MS = 5_000.0  # people wait for a first token
 NOISE_SHARE = 0.9  # of a figure's size; less of it is a loss, and not chance
 STALL_RATIO = 10.0  # of a slow gap between tokens to the usual one
 STALL_MS = 100.0  # shorter gaps nobody sees
+SHOWN_MS = 0.05  # anything below is printed as 0.0
 TTFT = ("TTFT ms p50", "TTFT ms p95")  # time to the first token
 ITL = ("ITL ms mean", "ITL ms p50", "ITL ms p95", "ITL ms p99")  # between tokens
 COLUMNS = ("streams", "tok/s", "decode tok/s", *TTFT, *ITL, "answered")
@@ -130,7 +131,8 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
     else:
         console = console_of_stdout()
         console.print(bench_table(summaries, console.width))
-        console.print(verdict(summaries), soft_wrap=True, highlight=False)
+        for line in filter(None, (bursts_line(summaries), verdict(summaries))):
+            console.print(line, soft_wrap=True, highlight=False)
     failed = next(
         (summary.error or "an answer was too short" for _, summary in summaries if not _is_whole(summary)), ""
     )
@@ -165,6 +167,13 @@ def verdict(summaries: list[tuple[str, load.Summary]]) -> str:
     if len(summaries) > 1 and last < NOISE_SHARE * first:
         return f"{summaries[-1][0]} streams together get fewer tokens a second than {summaries[0][0]}: find out why."
     return "nothing to worry about: every answer was complete, and tokens come faster than people read."
+
+
+def bursts_line(summaries: list[tuple[str, load.Summary]]) -> str:
+    """Return why a median of the time between tokens is 0.0, empty where none is. Pure."""
+    if not any(summary.itl_ms["p50"] < SHOWN_MS for _, summary in summaries):
+        return ""
+    return "an ITL p50 of 0.0: tokens come in bursts, as drafts bring them; look at the mean."
 
 
 def _streams(load_name: str) -> str:

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import logging
+import math
 import os
 import shlex
 from pathlib import Path
@@ -20,7 +21,7 @@ from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.deploy.cli import top
-from relayline.deploy.cli.bench import verdict
+from relayline.deploy.cli.bench import bursts_line, verdict
 from relayline.deploy.cli.cache import cache_command
 from relayline.deploy.cli.completion import SHELLS
 from relayline.deploy.cli.console_http import DEFAULT_URL, key_option, url_option
@@ -269,6 +270,12 @@ def summary(
 )
 def test_a_bench_ends_with_a_verdict(summaries: list[tuple[str, Summary]], says: str) -> None:
     assert verdict(summaries).startswith(says)
+
+
+def test_a_bench_says_why_most_tokens_take_no_time() -> None:
+    assert not bursts_line([("1", summary())])
+    assert not bursts_line([("1", summary(n_complete=0, p50=math.nan))])
+    assert "bursts, as drafts bring them" in bursts_line([("1", summary()), ("4", summary(p50=0.04, mean=2.0))])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ ANSWER_BYTES_MAX = 4 << 20
 REFUSED = "the coordinator answers"  # and without some of the requested parts
 UNTRUSTED = "its certificate "  # begins the reason if it answers, but is not trusted
 KILL_WAIT_S = 10.0
+BEGINNING = (HostState.STARTING, HostState.MEASURING, HostState.FETCHING, HostState.LOADING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         phase, phase_s = word, None
     known = [*live["stages"], *live.get("idle", ())] if live is not None else []
     stages = {stage.get("name"): stage for stage in known}
+    if live is not None and phase is Phase.READY:
+        stages["coordinator"] = {"state": HostState.READY.value}
     for name, fetch in (_move_of(live).get("fetches") or {}).items():
         if name in stages:
             stages[name]["next_layers"] = fetch
@@ -248,6 +251,8 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
         entry["pid"] = None
         if not is_supervised and record.state is not HostState.FAILED:
             entry["state"] = HostState.STOPPED.value
+    if live is not None and live.get("state") == HostState.READY and record.state in BEGINNING:
+        entry["state"], entry["detail"] = live["state"], ""  # the supervisor hears of it a moment later
     if live is not None and live.get("silent") and record.state is HostState.READY:
         entry["state"] = HostState.SILENT.value
         entry["detail"] = f"has not answered for {live['last_heard_s']:.0f} s"

@@ -408,13 +408,13 @@ def coordinator() -> Iterator[str]:
             serving.join()
 
 
-def described(tmp_path: Path, url: str) -> dict[str, Any]:
-    """The output of `status` for a pipeline whose supervisor sees nothing wrong."""
+def described(tmp_path: Path, url: str, state: HostState = HostState.READY) -> dict[str, Any]:
+    """The output of `status` for a pipeline whose supervisor sees its processes in this state."""
     directory = StateDir(tmp_path / "small")
     directory.path.mkdir(exist_ok=True)
     board = board_of(directory, me())
     for record in board.state.processes:
-        board.set_process(record.name, state=HostState.READY)
+        board.set_process(record.name, state=state)
     board.set_phase(Phase.READY)
     board.set_addresses(url, "127.0.0.1:1")
     pipeline = find("small", directory.path)
@@ -443,6 +443,18 @@ def test_status_shows_the_state_for_clients(tmp_path: Path, coordinator: str, ph
         assert row.endswith("has not answered for 12 s")
     else:
         assert "an API key is needed" in text
+
+
+@pytest.mark.parametrize("seen", [HostState.STARTING, HostState.LOADING])
+def test_no_process_of_a_pipeline_that_is_ready_still_begins(tmp_path: Path, coordinator: str, seen: HostState) -> None:
+    live = {"phase": Phase.READY.value, "phase_s": 0.1, "running": 0, "waiting": 0,
+            "stages": [{"name": "stage-0", "state": "ready"}, {"name": "stage-1", "state": "loading"}]}  # fmt: skip
+    Answers.answers = {"/v1/pipeline": (200, live), "/health": (200, {"status": "ready"})}
+    states = {entry["name"]: entry["state"] for entry in described(tmp_path, coordinator, seen)["processes"]}
+    assert (states["coordinator"], states["stage-0"]) == ("ready", "ready")
+    live["phase"] = Phase.LOADING.value
+    states = {entry["name"]: entry["state"] for entry in described(tmp_path, coordinator, seen)["processes"]}
+    assert states["coordinator"] == seen.value
 
 
 def test_status_shows_how_far_a_fetch_is(tmp_path: Path, coordinator: str) -> None:

@@ -204,8 +204,6 @@ class Preparer:
             text = "this model has no tokenizer; send token ids to /v1/completions"
             raise InvalidRequestError(text, param="messages")
         self._check_shape(plan)
-        if self._setting.style is not None and self._setting.style.fault:
-            raise InvalidRequestError(self._setting.style.fault, param="messages")
         work.enter("template")
         rendered, messages, marked = self._rendered(body, plan)
         is_thinking = self._conversation().is_thinking(rendered)
@@ -243,7 +241,12 @@ class Preparer:
         return tokens
 
     def _rendered(self, body: ChatBody, plan: Plan) -> tuple[str, list[dict[str, Any]], Marked]:
-        """Return the prompt of a checked chat as text, its messages as the template saw them, and its media."""
+        """Return the prompt of a checked chat as text, its messages as the template saw them, and its media.
+
+        Raises InvalidRequestError, with the template's own fault if it has one.
+        """
+        if self._setting.style is not None and self._setting.style.fault:
+            raise InvalidRequestError(self._setting.style.fault, param="messages")
         messages = [msgspec.to_builtins(message) for message in body.messages]
         marked = take_media(messages, self._setting.takes) if any(self._setting.takes) else Marked(messages, [], "")
         messages = marked.messages
@@ -259,8 +262,6 @@ class Preparer:
     def _templated(self, work: Work) -> bytes:
         body = decode_body(work.raw, ChatBody)
         plan = validation.plan_chat(body, self._setting.limits, 0)
-        if self._setting.style is not None and self._setting.style.fault:
-            raise InvalidRequestError(self._setting.style.fault, param="messages")
         work.enter("template")
         rendered, _, marked = self._rendered(body, plan)
         return msgspec.json.encode({"prompt": marked.shown(rendered)})

@@ -16,12 +16,15 @@ import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from relayline.coordinator.answers.syntax import HERMES
+from relayline.coordinator.answers.template import ToolStyle
 from relayline.coordinator.http.edge.clients import CLIENT, client_of
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.workers import body_pool
 from relayline.coordinator.http.workers.body_pool import INLINE_BYTES_MAX, BodyPool, find_style
 from relayline.coordinator.http.workers.fork_orders import order_frame, read_order
-from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting_of, unpacked
+from relayline.coordinator.http.workers.prepared import Asked, Prepared, Route, Style, setting_of, unpacked
+from relayline.coordinator.http.workers.preparing import Preparer
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing import vocabulary_files as support
@@ -119,6 +122,16 @@ def test_a_style_is_found_in_a_process_that_may_die_of_it(tokenizer: Tokenizer) 
     assert "too much time or memory" in endless.fault
     broken = find_style(setting_of("m", HttpLimits(), ChatTemplate("{% if %}")), tokenizer.path)
     assert "does not compile" in broken.fault
+
+
+@pytest.mark.parametrize("route", ["chat", "template", "tokenize"])
+def test_a_template_with_a_fault_is_not_run_again(tokenizer: Tokenizer, route: Route) -> None:
+    setting = setting_of("m", HttpLimits(), ChatTemplate(support.CHATML))
+    setting.style = Style.of(ToolStyle(HERMES), "this template takes too long")
+    raw = json.dumps({"messages": CHAT["messages"]}).encode()
+    with pytest.raises(InvalidRequestError, match="this template takes too long") as caught:
+        Preparer(setting, tokenizer).answer(Asked(route, 512), raw, lambda _: None)
+    assert caught.value.param == "messages"
 
 
 @pytest.mark.parametrize(

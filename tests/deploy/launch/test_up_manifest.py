@@ -96,7 +96,11 @@ class Up:
         """Block until an event is the wanted one; fails if the process ends first."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._ended or any(map(wanted, self.events)), TIMEOUT_S), self.stderr
-            return next(event for event in self.events if wanted(event))
+            found = next((event for event in self.events if wanted(event)), None)
+        if found is None:
+            self._readers[1].join(TIMEOUT_S)  # it has ended, and says why
+            raise AssertionError(self.stderr)
+        return found
 
     def ready(self) -> Event:
         return self.wait_for(lambda event: event["event"] == "ready")
@@ -474,7 +478,7 @@ def test_another_host_gets_its_one_command(home: Path) -> None:
     speed = "speed: {decodeGbytesPerS: 20, prefillGflops: 100}"
     stages = f"[{{name: here, {speed}}}, {{name: there, host: box.test, {speed}}}]"
     manifest = write_manifest(home, "apart", stages=stages)
-    ports = f"host: 127.0.0.1, joinPort: 0, enrolPort: {free_port()}, http: {{port: 0}}"
+    ports = f"host: 127.0.0.1, joinPort: {free_port()}, enrolPort: {free_port()}, http: {{port: 0}}"
     text = manifest.read_text().replace("http: {port: 0}", ports)
     manifest.write_text(text)
     with up(manifest) as running:

@@ -20,3 +20,4 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at pipelines often, and waits for what they say as long as it takes."""
     monkeypatch.setattr(links, "POLL_S", 0.02)
     monkeypatch.setattr(links, "POLL_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(links, "CONNECT_TIMEOUT_S", WAIT_S)

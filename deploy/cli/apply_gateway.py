@@ -15,7 +15,7 @@ from relayline.deploy.cli.apply import applied, found_difference, show_differenc
 from relayline.deploy.cli.console_http import fetch
 from relayline.deploy.launch.board import unlike_manifest
 from relayline.deploy.launch.control import Launched, key_of
-from relayline.deploy.launch.gateway.change import GatewayDifference, difference
+from relayline.deploy.launch.gateway.change import OTHERS_SERVE, GatewayDifference, difference
 from relayline.deploy.launch.gateway.plan import stages_of
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
@@ -171,7 +171,7 @@ def change(
     behind = [name for name in new if (record := records.get(f"{plan.name}-{name}")) is not None and record.is_behind]
     if why or behind:
         left = f"; {', '.join(behind)}: not changed, because another one did not come up" if behind else ""
-        raise StartError(f"{'; '.join(why)}{left}. The other pipelines serve; mend it and run `up` again".lstrip("; "))
+        raise StartError(f"{'; '.join(why)}{left}. {OTHERS_SERVE}".lstrip("; "))
     local = [each.name for each in differs.added if each.manifest is not None]
     if missing := [name for name in local if f"{plan.name}-{name}" not in records]:
         raise StartError(f"{', '.join(missing)} did not come; the log of {plan.name} says why: {directory.log('up')}")

@@ -15,6 +15,8 @@ from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest, Member
 from relayline.wire.common.errors import RelaylineError
 
+OTHERS_SERVE = "The other pipelines serve; mend it and run `up` again"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayDifference:

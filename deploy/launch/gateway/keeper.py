@@ -14,7 +14,7 @@ from typing import Any
 from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child, started
-from relayline.deploy.launch.gateway.change import difference, join_ports, restarting
+from relayline.deploy.launch.gateway.change import OTHERS_SERVE, difference, join_ports, restarting
 from relayline.deploy.launch.gateway.plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.process_id import identify
@@ -46,8 +46,8 @@ class _Kept:
     child: Child
     first: asyncio.Future[dict[str, Any]]
     """Done when it serves for the first time."""
-    ends_all: bool
-    """Whether the gateway ends where this one never serves."""
+    at_start: bool
+    """Whether it starts with the gateway, while somebody waits for the reports."""
     ending: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -98,12 +98,29 @@ class Keeper:
             self.board.set_phase(Phase.FAILED if reason else Phase.STOPPED, reason)
 
     async def _begin_all(self) -> list[dict[str, Any]]:
-        """Start all pipelines. Where not all may be awake they start one after the other, the first ones last."""
+        """Start all pipelines. Where not all may be awake they start one after the other, the first ones last.
+
+        One that cannot start is left out. Raises StartError where none is left.
+        """
         pipelines = self._plan.pipelines
         if not self._plan.config.awake_max:
-            return await asyncio.gather(*(self._begin(each, ends_all=True) for each in pipelines))
-        events = [await self._begin(each, ends_all=True) for each in reversed(pipelines)]
-        return events[::-1]
+            found = await asyncio.gather(*map(self._begin_first, pipelines))
+        else:
+            found = [await self._begin_first(each) for each in reversed(pipelines)][::-1]
+        errors = [each for each in found if isinstance(each, StartError)]
+        if errors and len(errors) == len(self._plan.config.backends):
+            raise errors[0]
+        for error in errors:
+            self._emit({"event": "left_out", "message": f"{error.message}. {OTHERS_SERVE}"})
+        return [each for each in found if not isinstance(each, StartError)]
+
+    async def _begin_first(self, pipeline: LocalPipeline) -> dict[str, Any] | StartError:
+        try:
+            return await self._begin(pipeline, at_start=True)
+        except StartError as error:  # the board says why
+            self._served.leave(pipeline.member)
+            await self._retire(self._served, pipeline.member, is_failed=True)
+            return error
 
     def _ready(self, url: str, events: Sequence[dict[str, Any]], asleep: Sequence[str]) -> None:
         self.board.set_phase(Phase.READY)
@@ -188,7 +205,7 @@ class Keeper:
             return True
         self.board.set_process(planned.local.name, is_behind=False)
         with contextlib.suppress(StartError):  # the board says why
-            await self._begin(planned.local, ends_all=False)
+            await self._begin(planned.local, at_start=False)
             return await served.until_ready(name)
         served.leave(name)
         await self._retire(served, name, is_failed=True)
@@ -212,9 +229,9 @@ class Keeper:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, pipeline: LocalPipeline, *, ends_all: bool) -> asyncio.Future[dict[str, Any]]:
+    def _begin(self, pipeline: LocalPipeline, *, at_start: bool) -> asyncio.Future[dict[str, Any]]:
         """Start a pipeline and keep it alive; the future is done when it serves for the first time, or cannot."""
-        kept = _Kept(pipeline.member, self._child(pipeline), asyncio.get_running_loop().create_future(), ends_all)
+        kept = _Kept(pipeline.member, self._child(pipeline), asyncio.get_running_loop().create_future(), at_start)
         self._kept[pipeline.member] = kept
         kept.task = asyncio.create_task(self._guarded(kept))
         return kept.first
@@ -291,14 +308,14 @@ class Keeper:
         facts = {"event": "process", "name": child.name, "role": "pipeline", "pid": child.pid,
                  "address": event["url"], "restarts": self.board[child.name].n_restarts}  # fmt: skip
         # While clients are served nobody has to read it, as after the end of a pager or of `tee`.
-        with contextlib.suppress(*((OSError,) if kept.first.done() or not kept.ends_all else ())):
+        with contextlib.suppress(*((OSError,) if kept.first.done() or not kept.at_start else ())):
             self._emit(facts)
         if not kept.first.done():
             kept.first.set_result(event)
 
     def _give_up(self, kept: _Kept, error: StartError) -> None:
-        """A pipeline cannot be kept alive. One that came while others serve leaves these alone."""
-        if not kept.ends_all and not kept.first.done():
+        """A pipeline cannot be kept alive. One that has never served leaves the others alone."""
+        if not kept.first.done():
             log.warning("%s", error.message)
             self.board.note_end(kept.child.name, HostState.FAILED, detail=error.message)
             kept.first.set_exception(error)

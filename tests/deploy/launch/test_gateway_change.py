@@ -17,7 +17,7 @@ from rich.console import Console
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame
 from relayline.deploy.cli.unequal import gateway_lines
 from relayline.deploy.launch.board import unlike_manifest
-from relayline.deploy.launch.gateway.change import GatewayDifference, difference, join_ports, restarting
+from relayline.deploy.launch.gateway.change import OTHERS_SERVE, GatewayDifference, difference, join_ports, restarting
 from relayline.deploy.launch.gateway.keeper import Keeper, _Kept
 from relayline.deploy.launch.gateway.plan import Started, plan_members
 from relayline.deploy.launch.prepare import override
@@ -25,6 +25,7 @@ from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRec
 from relayline.deploy.manifest.gateway import GatewayManifest, load_gateway, write_gateway
 from relayline.deploy.manifest.load import load_manifest
 from relayline.deploy.manifest.model import JOIN_PORT
+from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Gateway\nmetadata: {name: house}\nspec:\n"
@@ -159,15 +160,40 @@ async def test_reports_that_nobody_reads_end_a_start_but_no_gateway_that_serves(
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-    kept: Any = SimpleNamespace(child=SimpleNamespace(name="one", pid=1), first=first, ends_all=True)
+    kept: Any = SimpleNamespace(child=SimpleNamespace(name="one", pid=1), first=first, at_start=True)
     keeper: Any = SimpleNamespace(board=mock.MagicMock(), _emit=nobody_reads)
     with pytest.raises(BrokenPipeError):
         Keeper._serves(keeper, kept, {"url": "http://h:1"})
-    kept.ends_all = False  # it came while others serve
+    kept.at_start = False  # it came while others serve
     Keeper._serves(keeper, kept, {"url": "http://h:1"})
     assert first.done()
-    kept.ends_all = True
+    kept.at_start = True
     Keeper._serves(keeper, kept, {"url": "http://h:2"})
+
+
+@pytest.mark.parametrize("awake_max", [0, 1])
+async def test_a_pipeline_that_cannot_start_leaves_the_others_alone_from_the_first_start(awake_max: int) -> None:
+    told: list[dict[str, Any]] = []
+    one, bad = (SimpleNamespace(member=name) for name in ("one", "bad"))
+    keeper: Any = Keeper.__new__(Keeper)
+    keeper._emit, keeper._served, keeper._retire = told.append, mock.Mock(), mock.AsyncMock()
+    config = SimpleNamespace(awake_max=awake_max, backends=("one", "bad"))
+    keeper._plan = SimpleNamespace(pipelines=(bad, one), config=config)
+    answers: dict[str, dict[str, Any] | StartError] = {"one": {"model": "m"}, "bad": StartError("bad: no such file")}
+
+    async def begin(pipeline: Any, *, at_start: bool) -> dict[str, Any]:
+        assert at_start
+        if isinstance(found := answers[pipeline.member], StartError):
+            raise found
+        return found
+
+    keeper._begin = begin
+    assert await keeper._begin_all() == [{"model": "m"}]
+    assert [event["message"] for event in told] == [f"bad: no such file. {OTHERS_SERVE}"]
+    keeper._served.leave.assert_called_once_with("bad")
+    answers["one"] = StartError("one: no such file")
+    with pytest.raises(StartError, match="bad: no such file"):
+        await keeper._begin_all()
 
 
 async def test_a_pipeline_that_waits_to_start_again_is_removed_at_once() -> None:
@@ -181,7 +207,7 @@ async def test_a_pipeline_that_waits_to_start_again_is_removed_at_once() -> None
     child.cause_of_death.return_value = "one exited with code 1"
     first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
     first.set_result({})
-    kept = _Kept("one", child, first, ends_all=False)
+    kept = _Kept("one", child, first, at_start=False)
     keeper._started = mock.AsyncMock(return_value=None)
     with mock.patch("relayline.deploy.launch.gateway.keeper.RestartHistory.died", return_value=3_600.0):
         kept.task = asyncio.create_task(keeper._guarded(kept))

@@ -212,7 +212,7 @@ async def _cancels(tab: Tab, session: aiohttp.ClientSession) -> None:
         await tab.value("document.querySelector('#sure .danger').click()")
         assert (await reading)[-1]["error"]["code"] == "request_cancelled"
     await tab.until(
-        "[...document.querySelectorAll('tr.pick')].some((row) => row.innerText.includes('request_cancelled'))"
+        "[...document.querySelectorAll('tr.pick')].some((row) => row.innerText.includes('request cancelled'))"
     )
 
 

@@ -18,7 +18,7 @@ from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.engine.stage_curves import CurveTelling
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
-from relayline.coordinator.http.edge.limits import limits_of
+from relayline.coordinator.http.edge.limits import HttpLimits, limits_of
 from relayline.coordinator.http.edge.server import server_tls
 from relayline.coordinator.http.opening import opened
 from relayline.coordinator.http.replies.service import ServedModel
@@ -71,9 +71,8 @@ async def _serve(config: ServeConfig, stopping: asyncio.Event, callbacks: Callba
         model = ServedModel(model_id, int(time.time()), tokenizer, chat, encoder)
         control = TelemetryControl(observer, lambda: pipeline.stages)
         inviter = make_inviter(config.join, roster, steering.mover.add) if allow_invites else None
-        app = make_app(
-            pipeline, model, limits_of(config.pipeline.serving), control, steering.mover, inviter, steering.sleeper
-        )
+        limits = _limits(config, tokenizer)
+        app = make_app(pipeline, model, limits, control, steering.mover, inviter, steering.sleeper)
         app[FACTS]["jaeger_url"] = config.pipeline.serving.jaeger_url.rstrip("/")
         _check_template(app, config.chat_template_file)
         # The API answers while the stages still load: /health says 503 until they are ready.
@@ -112,6 +111,17 @@ def _read_split(config: ServeConfig) -> tuple[PipelineFile, Tokenizer]:
     path = config.pipeline_dir / file.tokenizer.file
     check_artifact(path, file.tokenizer)
     return file, Tokenizer.load(path)
+
+
+def _limits(config: ServeConfig, tokenizer: Tokenizer) -> HttpLimits:
+    """Return the limits of requests, and tell which sampling options of the model's file they take or not."""
+    limits = limits_of(config.pipeline.serving, tokenizer.recommended)
+    if limits.recommended:
+        log.info("requests that name no sampling options get the model's: %s", tokenizer.recommended.text)
+    if config.pipeline.serving.sampling_defaults == "model":
+        for line in tokenizer.recommended.ignored:
+            log.warning("%s", line)
+    return limits
 
 
 def _check_template(app: web.Application, given: Path | None) -> None:

@@ -144,8 +144,9 @@ class Handlers:
         """GET /props: the facts of the served model, as llama-server gives them."""
         service = self._service
         takes = service.takes
+        defaults = default_settings(service.limits.recommended)
         fields = {
-            "default_generation_settings": {"params": default_settings(), "n_ctx": service.generator.ctx_tokens},
+            "default_generation_settings": {"params": defaults, "n_ctx": service.generator.ctx_tokens},
             "total_slots": len(service.generator.slots()),
             "endpoint_slots": True,
             "endpoint_props": True,

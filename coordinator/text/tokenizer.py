@@ -23,6 +23,7 @@ from relayline.wire.common.texts import whole_number
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.model_files.model_check import check_header
 from relayline.wire.model_files.rank_head import LABELS_KEY
+from relayline.wire.model_files.recommended import NOTHING, read_recommended
 
 _NO_DEVICES = (ctypes.c_void_p * 1)(None)
 _VOCAB_TYPE_NONE = 0  # LLAMA_VOCAB_TYPE_NONE: `tokenizer.ggml.model` is "none"
@@ -120,6 +121,7 @@ class Tokenizer:
         self.tool_template = self._template(model, b"tool_use")
         self.n_labels = whole_number(_meta_text(model, LABELS_KEY.encode()), 9) or 0  # of a reranker's head; 0: none
         self.pairing = _pairing(vocab, self._template(model, b"rerank"))
+        self.recommended = NOTHING  # sampling options, by the file
         self._pieces: dict[tuple[int, bool], bytes] = {}  # bounded by two entries per token of the vocabulary
 
     @classmethod
@@ -130,7 +132,8 @@ class Tokenizer:
         """
         if not path.is_file():
             raise ModelFileError(f"{path}: no such tokenizer file")
-        check_header(read_header(path))
+        header = read_header(path)
+        check_header(header)
         _LOG.install()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
@@ -140,7 +143,9 @@ class Tokenizer:
         if not model:
             reason = _LOG.first_error() or "llama.cpp gave no reason"
             raise ModelFileError(f"{path}: cannot load its tokenizer: {reason}")
-        return cls(model, path)
+        tokenizer = cls(model, path)
+        tokenizer.recommended = read_recommended(header.entries)
+        return tokenizer
 
     @property
     def bos_text(self) -> str:

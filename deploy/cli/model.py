@@ -28,6 +28,7 @@ from relayline.deploy.planning.offload import expert_bytes_of
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.texts import counted, layer_range
 from relayline.wire.common.units import bytes_text
+from relayline.wire.model_files.recommended import Recommended, read_recommended
 from relayline.wire.settings.table import EngineSettings
 
 KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
@@ -91,6 +92,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "experts": facts.n_experts,
         "vocabulary": facts.n_vocab,
         "context": facts.ctx_train,
+        "recommended_sampling": dict(_recommended(facts).options),
         "quantization": [
             {"type": share.type_name, "tensors": share.n_tensors, "bytes": share.size_bytes}
             for share in facts.quantization
@@ -119,6 +121,10 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
 
 def _experts(facts: ModelFacts) -> tuple[int, ...]:
     return expert_bytes_of(open_model(facts.path).tensors.values(), facts.n_layers)
+
+
+def _recommended(facts: ModelFacts) -> Recommended:
+    return read_recommended(open_model(facts.path).entries)
 
 
 def _devices_of(facts: ModelFacts) -> str:
@@ -215,6 +221,7 @@ def _predictions_of(facts: ModelFacts) -> str:
 
 
 def _print_facts(facts: ModelFacts, console: Console) -> None:
+    recommended = _recommended(facts)
     rows = {
         "model": facts.model_name,
         "architecture": facts.architecture + ("" if facts.supported else " (not supported)"),
@@ -225,6 +232,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "experts": str(facts.n_experts) if facts.n_experts else "none",
         "vocabulary": str(facts.n_vocab),
         "context": f"{facts.ctx_train} tokens",
+        **({"recommended sampling": recommended.text} if recommended.options else {}),
         "size": f"{bytes_text(facts.file_bytes)} in {counted(facts.n_files, 'file')}",
         "types": ", ".join(f"{share.type_name} {bytes_text(share.size_bytes)}" for share in facts.quantization),
         "each layer": _runs(facts.layer_bytes, bytes_text),
@@ -244,6 +252,8 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
     for name, text in rows.items():
         table.add_row(name, _plain(text))
     console.print(table)
+    for line in recommended.ignored:
+        console.print(_plain(line), soft_wrap=True)
     if facts.refusal is not None:
         advice = "; `relayline split --experimental` tries it anyway" if facts.may_be_tried else ""
         console.print(_plain(f"cannot be split: {facts.refusal}{advice}"), soft_wrap=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 
@@ -32,10 +33,11 @@ def write_tokenizer(
     tool_template: str | None = None,
     add_bos: bool = False,
     controls: Sequence[str] = (),
+    sampling: Mapping[str, float | str] = MappingProxyType({}),
 ) -> Path:
     """Write a byte-level BPE vocabulary of 256 bytes, four specials and a few merges: a GGUF without tensors.
 
-    `controls` are further control tokens, from N_VOCAB on.
+    `controls` are further control tokens, from N_VOCAB on; `sampling` the ends of `general.sampling.*` keys.
     """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -45,6 +47,8 @@ def write_tokenizer(
         writer.add_chat_template(template)
     if tool_template is not None:
         writer.add_string("tokenizer.chat_template.tool_use", tool_template)
+    for end, value in sampling.items():
+        writer.add_key_value(f"general.sampling.{end}", value, gguf.GGUFValueType.get_type(value))
     _write(writer)
     return path
 

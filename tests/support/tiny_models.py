@@ -52,7 +52,7 @@ def make_tiny(
     writer.add_name(f"tiny {family}")
     for key, value in {**common, **recipe.values, **(extra_values or {})}.items():
         if not (key.endswith("_mla") and value == 0):
-            name = key if key.startswith(("xielu.", "tokenizer.")) else f"{recipe.architecture}.{key}"
+            name = key if key.startswith(("xielu.", "tokenizer.", "general.")) else f"{recipe.architecture}.{key}"
             _add(writer, name, [value] * n_layers if key in recipe.per_layer else value)
     _add_tokenizer(writer) if tokenizer else writer.add_tokenizer_model("none")
     shapes: dict[str, Shape] = {"token_embd.weight": (vocab, N_EMBD), **recipe.tops}

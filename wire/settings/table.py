@@ -581,6 +581,16 @@ class ServingSettings(Settings):
         place="coordinator.pooling",
         reader=COORDINATOR,
     )
+    sampling_defaults: str = setting(
+        "model",
+        """
+    Where the values of sampling options come from that a request does not name. model: from the model's file, where it
+    recommends any. openai: always the defaults of the API that the request uses.""",
+        choices=("model", "openai"),
+        flag="--sampling-defaults",
+        place="coordinator.samplingDefaults",
+        reader=COORDINATOR,
+    )
     cors: str = setting(
         "",
         "Origins, separated by commas, whose web pages may read the API, such as http://localhost:3000; * for all.",

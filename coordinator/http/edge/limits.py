@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from relayline.wire.model_files.adapter_texts import AdapterText, read_adapters
+from relayline.wire.model_files.recommended import NOTHING, Recommended
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -40,14 +41,18 @@ class HttpLimits:
     adapters: tuple[str, ...] = ()  # names of LoRA adapters, by which requests choose one; the first is choice 1
     lora: tuple[AdapterText, ...] = ()  # all LoRA adapters, those without names too
     any_model_name: bool = False  # answer to any model name, for clients with fixed names
+    recommended: tuple[tuple[str, int | float], ...] = ()  # sampling options of requests that do not name them
 
     def adapter_of(self, model: str) -> int:
         """Return the choice of LoRA adapters that a model's name means."""
         return 1 + self.adapters.index(model) if model in self.adapters else 0
 
 
-def limits_of(serving: ServingSettings) -> HttpLimits:
-    """Return the limits of a coordinator: every client that may queue may also be connected."""
+def limits_of(serving: ServingSettings, recommended: Recommended = NOTHING) -> HttpLimits:
+    """Return the limits of a coordinator: every client that may queue may also be connected.
+
+    `recommended`: by its model.
+    """
     usual = HttpLimits()
     return dataclasses.replace(
         usual,
@@ -59,4 +64,5 @@ def limits_of(serving: ServingSettings) -> HttpLimits:
         adapters=serving.adapter_names,
         lora=read_adapters(serving.lora) if serving.lora else (),
         any_model_name=serving.any_model_name,
+        recommended=recommended.options if serving.sampling_defaults == "model" else (),
     )

@@ -21,6 +21,7 @@ from relayline.coordinator.http.requests.bodies import (
     Positive,
     decode_body,
 )
+from relayline.coordinator.http.requests.defaults import with_recommended
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.requests.validation import NO_LIMIT
 from relayline.coordinator.text.tokenizer import FillIn, Tokenizer
@@ -117,20 +118,20 @@ def read(raw: bytes | bytearray, tokenizer: Tokenizer, limits: HttpLimits) -> Re
     sent = decode_body(raw, LlamaBody)
     if sent.prompt is None:
         raise InvalidRequestError.of_field("prompt", "required field is missing")
-    body = _with_defaults(sent)
+    body = _with_defaults(sent, limits)
     prompts = [_prompt(each, tokenizer) for each in _prompts(sent.prompt)]
     _check_count(prompts, body.n or 1, limits)
     return Read(body, prompts, sent)
 
 
-def read_infill(raw: bytes | bytearray, tokenizer: Tokenizer, ctx_tokens: int) -> Read:
+def read_infill(raw: bytes | bytearray, tokenizer: Tokenizer, limits: HttpLimits, ctx_tokens: int) -> Read:
     """Return the body of /infill. Raises InvalidRequestError, NotServedError for a vocabulary without its tokens."""
     fill_in = tokenizer.fill_in
     if fill_in is None:
         text = "this model has no fill-in-the-middle tokens (fim_pre, fim_suf, fim_mid); use /completion"
         raise NotServedError(f"infill: {text}")
     sent = decode_body(raw, InfillBody)
-    body = _with_defaults(sent)
+    body = _with_defaults(sent, limits)
     extra = _extra(sent.input_extra or [], tokenizer, fill_in)
     around = filled_in(tokenizer, sent.input_prefix, sent.input_suffix, sent.prompt or "")
     begin = [tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None else []
@@ -169,8 +170,9 @@ def answer_options(read_: Read, plan: Plan, texts: list[str]) -> bytes:
     )
 
 
-def _with_defaults(sent: LlamaBody) -> CompletionBody:
+def _with_defaults(sent: LlamaBody, limits: HttpLimits) -> CompletionBody:
     """Return the body as a completion: llama-server's names and defaults as those of a completion."""
+    sent = with_recommended(sent, limits.recommended)
     for name, neutral in _NEUTRAL.items():
         value = getattr(sent, name)
         if value and value not in neutral:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -45,9 +45,9 @@ _FIXED: Mapping[str, Any] = MappingProxyType(
 _OF_ANSWERS = ("grammar_lazy", "grammar_triggers", "preserved_tokens")  # GET /props does not show them
 
 
-def default_settings() -> dict[str, Any]:
-    """Return the settings of a body that says none, for GET /props."""
-    return {
+def default_settings(recommended: Iterable[tuple[str, int | float]] = ()) -> dict[str, Any]:
+    """Return the settings of a body that says none, for GET /props. `recommended`: by the model."""
+    usual = {
         "seed": -1,
         "temperature": DEFAULTS["temperature"],
         "top_k": DEFAULTS["top_k"],
@@ -76,6 +76,7 @@ def default_settings() -> dict[str, Any]:
         "timings_per_token": False,
         **{name: value for name, value in _FIXED.items() if name not in _OF_ANSWERS},
     }
+    return usual | dict(recommended)
 
 
 def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) -> dict[str, Any]:

@@ -42,7 +42,7 @@ _OPTIONS = {
     "stop": "stop",
     "num_predict": "max_tokens",
 }
-_DEFAULTS: Fields = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
+DEFAULTS = (("temperature", 0.8), ("top_k", 40), ("top_p", 0.9))  # Ollama's own, where the model recommends none
 _OPTION = "options.{name}"
 # A chat's fields -> those of this dialect, for errors.
 _NAMES = {
@@ -203,7 +203,7 @@ def _plain(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def _fields(body: _Body) -> Fields:
-    options = {**_DEFAULTS, **(body.options or {})}
+    options = body.options or {}
     fields: Fields = {theirs: options[name] for name, theirs in _OPTIONS.items() if options.get(name) is not None}
     for name, lowest in (("seed", 0), ("max_tokens", 1)):
         value = fields.get(name)

@@ -394,7 +394,6 @@ def _echo(body: ResponsesBody, left_out: Sequence[str]) -> bytes:
         },
         "service_tier": tier_of(body.service_tier) or "default",
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {
             "format": (text.format if text else None) or {"type": "text"},
             "verbosity": (text.verbosity if text else None) or "medium",
@@ -402,7 +401,6 @@ def _echo(body: ResponsesBody, left_out: Sequence[str]) -> bytes:
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [_echoed(tool) for tool in body.tools or () if not is_hosted(tool["type"])],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
     }
     named = {"prompt_cache_key": body.prompt_cache_key, "safety_identifier": body.safety_identifier, "user": body.user}

@@ -16,6 +16,7 @@ from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prom
 from relayline.coordinator.http.replies.dialects import Header, token_logprob
 from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.http.requests.inner_form import named_frames
+from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.responses.asking import AnswerOptions
 from relayline.coordinator.http.responses.items import ID_CHARS, PREFIXES
 from relayline.wire.common.errors import RelaylineError
@@ -163,16 +164,14 @@ class ResponsesDialect:
         self,
         header: Header,
         speller: Speller,
-        n_top: int,
+        plan: Plan,
         options: AnswerOptions,
         clock_s: Callable[[], int],
         keep: Callable[[bytes, Sequence[Item]], None],
     ) -> None:
-        """`n_top`: alternatives per position, or below 0 for no log probabilities.
-
-        `keep` gets the body of a finished response, and its output.
-        """
-        self._header, self._speller, self._n_top, self._clock_s = header, speller, n_top, clock_s
+        """`keep` gets the body of a finished response, and its output."""
+        self._header, self._speller, self._clock_s = header, speller, clock_s
+        self._n_top, self._sampling = plan.n_logprobs, plan.sampling
         self._echo, self._keep, self._is_background = options.echo, keep, options.background
         self._output = OutputItems(header.id, self._logprobs, options.namespaced)
         self._reason: FinishReason = "stop"
@@ -276,6 +275,8 @@ class ResponsesDialect:
             "incomplete_details": _INCOMPLETE if status == "incomplete" else None,
             "model": header.model,
             "output": output,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
         }
         if usage is not None:
             fields["usage"] = _usage(usage)

@@ -55,8 +55,7 @@ class MakingHandlers(Handlers):
             job = await self._job(request, prepared, plan, id, created, "input", call_ids_of(id))
             put = functools.partial(self._keep, asyncio.get_running_loop(), id, request.get(CLIENT, ""), options)
             keep = put if options.store and not options.background else _forget
-            n_top = plan.n_logprobs
-            dialect = ResponsesDialect(job.header, service.speller, n_top, options, lambda: int(time.time()), keep)
+            dialect = ResponsesDialect(job.header, service.speller, plan, options, lambda: int(time.time()), keep)
             if promised is not None:
                 running = await promised_job(self._background, service, request, job, dialect, options, promised, turn)
                 del promised

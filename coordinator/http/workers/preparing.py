@@ -27,6 +27,7 @@ from relayline.coordinator.http.requests.bodies import (
     TokenizeBody,
     decode_body,
 )
+from relayline.coordinator.http.requests.defaults import Body, with_defaults, with_recommended
 from relayline.coordinator.http.requests.grammar_tasks import grammar_from, task_of_chat, task_of_prompt
 from relayline.coordinator.http.requests.inner_form import Inner
 from relayline.coordinator.http.requests.plan import Plan
@@ -50,6 +51,7 @@ from relayline.coordinator.text.chat import ChatTemplate, content_text
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InvalidRequestError
 
+_OLLAMA: tuple[Route, ...] = ("ollama_chat", "ollama_generate")
 _GOES_ON = "q7VxK2goes-on"  # marks the place where a turn is to be continued, while its chat is rendered
 
 
@@ -108,7 +110,7 @@ class Preparer:
 
     def _completed(self, work: Work, body: CompletionBody, *, has_limit: bool = True) -> Prepared:
         """`has_limit`: the answer is short unless it says how long it may be."""
-        limits = self._setting.limits
+        limits, body = self._setting.limits, self._with_defaults(work, body)
         plan = validation.plan_completion(body, limits, work.asked.seed)
         if not has_limit:
             plan = dataclasses.replace(plan, max_tokens_default=None)
@@ -122,7 +124,7 @@ class Preparer:
         """Read a body in llama-server's own form."""
         limits, tokenizer = self._setting.limits, self._tokenizer
         if work.asked.route == "infill":
-            found = llama_asking.read_infill(work.raw, tokenizer, work.ctx_tokens)
+            found = llama_asking.read_infill(work.raw, tokenizer, limits, work.ctx_tokens)
         else:
             found = llama_asking.read(work.raw, tokenizer, limits)
         plan = validation.plan_completion(found.body, limits, work.asked.seed)
@@ -142,6 +144,11 @@ class Preparer:
             return self._completed(work, found, has_limit=False)
         except InvalidRequestError as error:
             raise ollama_asking.rename(error) from None
+
+    def _with_defaults(self, work: Work, body: Body) -> Body:
+        """Return a body with the sampling options of the model, and then of its dialect, where it names none."""
+        body = with_recommended(body, self._setting.limits.recommended)
+        return with_defaults(body, ollama_asking.DEFAULTS) if work.asked.route in _OLLAMA else body
 
     def _model_of(self, body: GenerationBody) -> str:
         limits = self._setting.limits
@@ -198,6 +205,7 @@ class Preparer:
 
     def _prepared_chat(self, work: Work, body: ChatBody) -> Prepared:
         limits, tokenizer, ctx_tokens = self._setting.limits, self._tokenizer, work.ctx_tokens
+        body = self._with_defaults(work, body)
         model = self._model_of(body)
         plan = self._plan_tokens.of_texts(validation.plan_chat(body, limits, work.asked.seed))
         if not tokenizer.has_text:

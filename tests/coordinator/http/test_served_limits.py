@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.http.edge.limits import HttpLimits, limits_of
+from relayline.wire.model_files.recommended import Recommended
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -29,3 +30,11 @@ def test_each_setting_changes_its_limit_and_no_other(settings: dict[str, Any], e
 
     usual = limits()
     assert limits(**settings) == dataclasses.replace(usual, **expected) != usual
+
+
+def test_the_models_sampling_options_are_those_of_requests_unless_the_setting_says_otherwise() -> None:
+    recommended = Recommended((("temperature", 0.6),))
+    assert limits_of(ServingSettings(), recommended).recommended == (("temperature", 0.6),)
+    assert limits_of(ServingSettings(sampling_defaults="openai"), recommended) == limits_of(
+        ServingSettings(sampling_defaults="openai")
+    )

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Load
 from relayline.coordinator.planner.memory import compute_bytes, kv_cells
+from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.cli.model import inspect_command, split_command
 from relayline.deploy.models import progress, splits
 from relayline.deploy.planning.shapes import shape_of
@@ -99,6 +101,20 @@ def test_a_plan_knows_the_memory_of_indexers(name: str, chosen: tuple[int, ...],
     without = compute_bytes(dataclasses.replace(shape, has_indexers=False), load, is_last=False)
     more = compute_bytes(shape, load, is_last=False) - without
     assert more == (6 * load.max_rows * kv_cells(load) if chosen else 0)
+
+
+def test_sampling_that_a_model_recommends_is_shown_and_reaches_the_coordinators_file(tmp_path: Path) -> None:
+    keys = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.min_p": 7.0}
+    model = make_tiny("llama", tmp_path / "m.gguf", tokenizer=True, extra_values=keys)
+    shown = CliRunner().invoke(inspect_command, [str(model)]).stdout
+    assert "recommended sampling  temperature 0.6, top-k 20\n" in re.sub(" +\n", "\n", shown)
+    assert "general.sampling.min_p is 7.0, not a number between 0 and 1; ignored" in shown
+    facts = json.loads(CliRunner().invoke(inspect_command, [str(model), "--json"]).stdout)
+    assert facts["recommended_sampling"] == {"temperature": 0.6, "top_k": 20}
+    assert CliRunner().invoke(split_command, [str(model), "--cuts", "1", "-o", str(tmp_path / "out")]).exit_code == 0
+    assert (
+        dict(Tokenizer.load(tmp_path / "out" / "tokenizer.gguf").recommended.options) == facts["recommended_sampling"]
+    )
 
 
 def test_markup_in_a_model_name_is_only_text(tmp_path: Path) -> None:

@@ -327,7 +327,6 @@ async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> N
             ("127.0.0.1:7", "127.0.0.1:7"),
             ("", ""),
         ):
-            assert supervisor._reachable(listener) == shown
             assert supervisor._reachable_url(f"https://{listener}") == (shown and f"https://{shown}")
 
 
@@ -338,7 +337,7 @@ async def test_stages_get_an_address_that_they_can_read(tmp_path: Path) -> None:
         plan = arrange(manifest_of(text, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
         supervisor = Supervisor(plan, directory, lambda _: None)
         supervisor._coordinator.log.close()
-        assert supervisor._reachable("[::]:7") == "[fd00::1]:7"
+        assert supervisor._reachable_url("http://[::]:7") == "http://[fd00::1]:7"
 
 
 def test_ports_that_are_taken_are_all_named(tmp_path: Path) -> None:

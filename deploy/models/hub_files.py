@@ -12,11 +12,13 @@ from relayline.deploy.manifest.model import HUB_SCHEME
 from relayline.deploy.models.hub_choice import chosen_file
 from relayline.deploy.models.hub_client import DISK_ERRORS, explain_refusal, is_refusal, set_up_hub
 from relayline.deploy.models.hub_download import load_blob
+from relayline.deploy.models.hub_patience import is_away
 from relayline.deploy.models.hub_reference import HubFile
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.common.places import cache_dir
 
 _COMMIT = re.compile(r"(?!.*\.\.)[\w.-][\w./-]{0,199}", re.ASCII)  # or a revision, of a hub that names no commit
+ANSWER_S = 10.0  # for the hub's first answer, where the files are here and need none
 ENTRIES_MAX = 100_000  # of a repository: files and folders, as many as the hub itself recommends
 
 
@@ -41,6 +43,9 @@ def names_on_hub(model: HubFile) -> list[str]:
     set_up_hub()
     from huggingface_hub import errors
 
+    kept = _kept_names(model)
+    if kept and _is_away(model):
+        return kept
     try:
         return list(_listed(model.repo, model.revision))
     except ModelFileError:
@@ -49,7 +54,7 @@ def names_on_hub(model: HubFile) -> list[str]:
         is_answer = is_refusal(error) or isinstance(error, errors.HFValidationError)
         if is_answer or (isinstance(error, OSError) and error.errno in DISK_ERRORS):
             explain_refusal(model, "", model.revision, error)
-        if kept := _kept_names(model):
+        if kept:
             return kept
         if isinstance(error, errors.HfHubHTTPError):
             explain_refusal(model, "", model.revision, error)
@@ -57,6 +62,17 @@ def names_on_hub(model: HubFile) -> list[str]:
             f"{HUB_SCHEME}{model.repo}: the hub cannot be reached, and none of its models is here; "
             "check the network and HF_HUB_OFFLINE"
         ) from error
+
+
+def _is_away(model: HubFile) -> bool:
+    """Return whether the hub cannot be asked now. Asks once: its client would try to list files for half a minute."""
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().model_info(model.repo, revision=model.revision or None, timeout=ANSWER_S)
+    except Exception as error:  # an answer of any kind is one
+        return is_away(error)
+    return False
 
 
 @functools.lru_cache(maxsize=8)

@@ -165,6 +165,17 @@ print(with_file(parse_reference("org/one")).file, projector_of("org/one"), proje
     assert len(listed) == 2, "once of each revision"
 
 
+def test_a_hub_that_is_away_is_asked_once_for_what_is_here(hub: Hub, tmp_path: Path) -> None:
+    """Its client would try to list the files for half a minute, for a model and again for its projector."""
+    hub.files = {"org/one/model.gguf": WHOLE}
+    assert load(hub.url, tmp_path, "org/one")[0] == 0
+    hub.is_down = True
+    hub.asked.clear()
+    code, text = load(hub.url, tmp_path, "org/one", program=AT_ONCE + PROGRAM)
+    assert (code, "model.gguf" in text) == (0, True)
+    assert len([path for _, path in hub.asked if path.startswith("api/models/")]) == 1
+
+
 def test_the_hubs_client_says_once_that_it_tries_again(tmp_path: Path) -> None:
     program = AT_ONCE + "import sys\nsys.stderr = sys.stdout\n" + PROGRAM
     code, text = load("http://127.0.0.1:1", tmp_path, "org/repo", program=program)

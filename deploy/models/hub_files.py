@@ -65,12 +65,14 @@ def names_on_hub(model: HubFile) -> list[str]:
 
 
 def _is_away(model: HubFile) -> bool:
-    """Return whether the hub cannot be asked now. Asks once: its client would try to list files for half a minute."""
+    """Return whether the hub cannot be asked now, or is too busy. Asks once: its client would list files for half a
+    minute.
+    """
     import huggingface_hub
 
     try:
         huggingface_hub.HfApi().model_info(model.repo, revision=model.revision or None, timeout=ANSWER_S)
-    except Exception as error:  # an answer of any kind is one
+    except Exception as error:  # any other answer shows that it is there
         return is_away(error)
     return False
 

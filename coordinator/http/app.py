@@ -54,6 +54,8 @@ def make_app(
     facts: dict[str, object] = {"model_id": model.model_id, "version": service.fingerprint}
     if limits.adapters:
         facts["adapters"] = limits.adapters
+    if limits.recommended:
+        facts["recommended"] = dict(limits.recommended)
     if service.media is not None:
         facts |= {"media_max": service.media.per_request_max, "takes": service.media.takes._asdict()}
     feed = LiveFeed(generator, control, facts)

@@ -236,6 +236,8 @@ class Handlers:
         if ctx_tokens := service.generator.ctx_tokens:
             model.max_model_len = model.max_input_tokens = model.max_tokens = ctx_tokens
             model.meta = shapes.ModelMeta(n_ctx=ctx_tokens, n_vocab=service.tokenizer.n_vocab)
+        if service.limits.recommended:
+            model.default_parameters = dict(service.limits.recommended)
         takes = service.takes
         if any(takes):
             more = [name for name, is_taken in (("image", takes.images), ("audio", takes.audio)) if is_taken]

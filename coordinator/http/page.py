@@ -58,6 +58,7 @@ class PageFile:
         return web.Response(body=body, headers=headers, content_type=self.content_type, charset="utf-8")
 
 
+@functools.cache
 def read_files() -> dict[str, PageFile]:
     """Return the files of the page by their paths at the server; `/` is the page itself."""
     found = {}

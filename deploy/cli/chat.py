@@ -18,9 +18,10 @@ from relayline.wire.common.errors import ContextLengthError, RelaylineError, Usa
 from relayline.wire.common.texts import counted, printable
 
 ROUTE = "/v1/chat/completions"
+MODELS = "/v1/models"
 QUESTION_CHARS_MAX = 1 << 20  # of a question from a pipe; no context holds more
 TEMPERATURE_MAX = 2.0  # of OpenAI's API
-TEMPERATURE = 0.7  # as the page's chat; OpenAI's 1 is too much for small and quantised models
+TEMPERATURE = 0.7  # as the page's chat, where a model recommends none; 1 is too much for small and quantised ones
 GOES_ON = "\\"  # at the end of a line: the question has another one
 NEW, END, HELP = ("/new",), ("/exit", "/quit", "/bye"), ("/help", "/?")
 KEYS = "/new begins another chat, \\ at the end of a line adds a line, Ctrl-C stops an answer, Ctrl-D ends"
@@ -105,8 +106,8 @@ class Chat:
 @click.option("--model", type=Line("name"), default="", help="Which model answers, where the server has several.")
 @click.option("--max-tokens", type=IntRange(1), default=None, help="Most tokens of one answer.")
 @click.option(
-    "--temperature", type=FloatRange(0, TEMPERATURE_MAX), default=TEMPERATURE, show_default=True,
-    help="0: always the likeliest token.",
+    "--temperature", type=FloatRange(0, TEMPERATURE_MAX), default=None,
+    help=f"0: always the likeliest token.  [default: as the model recommends, else {TEMPERATURE}]",
 )  # fmt: skip
 @url_option
 @key_option
@@ -162,9 +163,22 @@ def _print_all() -> Callable[[str, str], None]:
 
 async def _ask(body: dict[str, Any], server: tuple[str, str], answer: Answer, show: Callable[[str, str], None]) -> None:
     """Ask a question and show its answer as it comes. Raises ContextLengthError, StartError."""
-    async with Coordinator(*server) as coordinator, contextlib.aclosing(coordinator.events(ROUTE, body)) as events:
-        async for event in events:
-            show(*answer.take(event, time.monotonic()))
+    async with Coordinator(*server) as coordinator:
+        if "temperature" not in body and not await _recommends_temperature(coordinator, body.get("model", "")):
+            body = body | {"temperature": TEMPERATURE}
+        async with contextlib.aclosing(coordinator.events(ROUTE, body)) as events:
+            async for event in events:
+                show(*answer.take(event, time.monotonic()))
+
+
+async def _recommends_temperature(coordinator: Coordinator, name: str) -> bool:
+    """Whether requests to a model that say no temperature get one from the model. Empty name: the first model."""
+    try:
+        models = (await coordinator.get(MODELS, ("data",)))["data"]
+        found: dict[str, Any] = next((each for each in models if name in ("", each["id"])), {})
+        return "temperature" in (found.get("default_parameters") or {})
+    except (RelaylineError, TypeError, KeyError, AttributeError):  # the question itself says what is wrong
+        return False
 
 
 def _talk(chat: Chat, server: tuple[str, str]) -> None:

@@ -63,7 +63,8 @@ class OllamaHandlers(EmbeddingHandlers):
         (entry,) = await self._entries([name])
         template = service.conversation.template_text or ""
         metadata, ctx_tokens = service.tokenizer.metadata, service.generator.ctx_tokens
-        return response_of(models.shown(entry, metadata, self._capabilities(), template, ctx_tokens))
+        recommended = service.limits.recommended
+        return response_of(models.shown(entry, metadata, self._capabilities(), template, ctx_tokens, recommended))
 
     async def pull(self, request: web.Request) -> web.StreamResponse:
         """POST /api/pull: a model that is served is there already; others are not loaded."""

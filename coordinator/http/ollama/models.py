@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -52,16 +52,24 @@ def running(entries: Sequence[Mapping[str, Any]], ctx_tokens: int) -> list[dict[
 
 
 def shown(
-    entry: Mapping[str, Any], metadata: Mapping[str, str], capabilities: Sequence[str], template: str, ctx_tokens: int
+    entry: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    capabilities: Sequence[str],
+    template: str,
+    ctx_tokens: int,
+    recommended: Iterable[tuple[str, int | float]] = (),
 ) -> dict[str, Any]:
-    """Return the answer of /api/show. The context is that of a stream here; the model may have been made for more."""
+    """Return the answer of /api/show. The context is that of a stream here; the model may have been made for more.
+
+    `recommended`: the model's sampling options.
+    """
     architecture = metadata.get("general.architecture", "")
     info: dict[str, Any] = {key: _number_or_text(value) for key, value in metadata.items()}
     if architecture and ctx_tokens:
         info[f"{architecture}.context_length"] = ctx_tokens
     return {
         "modelfile": "",
-        "parameters": "",
+        "parameters": "\n".join(f"{name:<30} {value:.9g}" for name, value in recommended),
         "template": template,
         "details": entry["details"],
         "model_info": info,

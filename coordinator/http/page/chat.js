@@ -12,6 +12,7 @@ const TURNS = `relayline.chat ${home}`; // behind a gateway each pipeline has it
 const KEPT_MAX = 4_000_000; // characters of a chat that a reload brings back; browsers take about five million
 const TOO_LONG = "context_length_exceeded";
 const NEAR = 160; // px: who has scrolled up by more than that reads, and is not scrolled
+const SAMPLING = { temperature: 0.7, top_p: 1 }; // where the model recommends nothing
 const ENDS = { length: "cut at the longest answer or the end of the context", tool_calls: "calls a tool", stopped: "stopped by you", failed: "broke off", content_filter: "held back" };
 
 function field(name, label, given, kind = "input") {
@@ -49,8 +50,8 @@ class Settings {
   constructor() {
     this.fields = {
       system: field("system", "System prompt", { rows: "3", placeholder: "None", dir: "auto" }, "textarea"),
-      temperature: field("temperature", "Temperature", { type: "number", min: "0", max: "2", step: "0.1", value: "0.7" }),
-      top_p: field("top_p", "Top-p", { type: "number", min: "0", max: "1", step: "0.05", value: "1" }),
+      temperature: field("temperature", "Temperature", { type: "number", min: "0", max: "2", step: "0.1" }),
+      top_p: field("top_p", "Top-p", { type: "number", min: "0", max: "1", step: "0.05" }),
       max_tokens: field("max_tokens", "Longest answer", { type: "number", min: "1", step: "1", placeholder: "Any" }),
       seed: field("seed", "Seed", { type: "number", min: "0", step: "1", placeholder: "Random" }),
       tools: field("tools", "Tools (JSON list)", { rows: "3", spellcheck: "false", placeholder: '[{"type": "function", …}]' }, "textarea"),
@@ -72,7 +73,8 @@ class Settings {
 
   // Names of LoRA adapters are models too; without any there is nothing to choose.
   update() {
-    const { model_id: model, adapters = [] } = feed.facts;
+    const { model_id: model, adapters = [], recommended = {} } = feed.facts;
+    for (const [name, usual] of Object.entries(SAMPLING)) this.fields[name].input.placeholder = recommended[name] ?? usual;
     const names = [model, ...adapters];
     const { input, element } = this.model;
     if (!model || names.join() === [...input.options].map((each) => each.value).join()) return;
@@ -94,6 +96,7 @@ class Settings {
   body(messages) {
     const system = this.value("system").trim() ? [{ role: "system", content: this.value("system") }] : [];
     const asked = { model: this.model.input.value || feed.facts.model_id, messages: [...system, ...messages], stream: true, stream_options: { include_usage: true } };
+    if (feed.facts.recommended?.temperature === undefined) asked.temperature = SAMPLING.temperature;
     for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
       if (this.value(name) !== "") asked[name] = Number(this.value(name));
     }

@@ -326,6 +326,7 @@ class Model(Struct):
     max_model_len: int | UnsetType = UNSET  # tokens per stream, as vLLM has it; left out until stages are connected
     meta: ModelMeta | UnsetType = UNSET  # as llama-server has it
     architecture: ModelArchitecture | UnsetType = UNSET  # left out where the model takes text alone
+    default_parameters: dict[str, int | float] | UnsetType = UNSET  # that the model recommends, as OpenRouter has them
     # Anthropic's fields, of which its clients require all
     type: Literal["model"] = "model"
     display_name: str = ""

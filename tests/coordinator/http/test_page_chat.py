@@ -146,6 +146,22 @@ async def _keeps_what_stands(tab: Tab) -> None:
     assert kept == [True, "a\nb", 3]
 
 
+async def test_the_model_recommends_how_tokens_are_picked_and_a_person_decides(chat: tuple[World, Tab]) -> None:
+    world, tab = chat
+    await send(tab, "one")
+    await settled(tab)
+    world.facts["recommended"] = {"temperature": 0.6, "top_p": 0.95}
+    await tab.until("document.querySelector('#chat-temperature').placeholder === '0.6'")
+    assert await tab.value("document.querySelector('#chat-top_p').placeholder") == "0.95"
+    await send(tab, "two")
+    await settled(tab)
+    await tab.value("document.querySelector('#chat-temperature').value = '0.2'")
+    await send(tab, "three")
+    await settled(tab)
+    asked = [request.sampling.temperature for request in world.generator.requests]
+    assert asked == [0.7, 1, 0.2], "1 is what this server takes where nothing is asked for"
+
+
 async def test_a_token_high_up_shows_its_probabilities_in_view(chat: tuple[World, Tab]) -> None:
     world, tab = chat
     world.generator.script = says(b"a\n" * 150)

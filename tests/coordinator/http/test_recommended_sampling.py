@@ -18,7 +18,7 @@ from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.model_files.gguf_header import KeyValue, Value
 from relayline.wire.model_files.recommended import PREFIX, read_recommended
 from relayline.wire.settings.table import ServingSettings
-from tests.support.http_support import FakeGenerator, says, serving
+from tests.support.http_support import MODEL, FakeGenerator, says, serving
 
 KEYS: dict[str, float | str] = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "sequence": "top_k"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -142,11 +142,19 @@ async def test_a_clients_own_values_a_greedy_request_and_the_setting_win(
     assert seen((await answered(tokenizer, path, body, choice))[0]) == expected
 
 
-async def test_props_show_what_a_silent_request_gets(tokenizer: Tokenizer) -> None:
+async def test_clients_are_told_what_a_silent_request_gets(tokenizer: Tokenizer) -> None:
     async with (
         serving(tokenizer, recommended=tokenizer.recommended.options) as served,
         aiohttp.ClientSession(served.url) as session,
-        session.get("/props") as reply,
     ):
-        shown = (await reply.json())["default_generation_settings"]["params"]
+        shown = (await (await session.get("/props")).json())["default_generation_settings"]["params"]
+        (model,) = (await (await session.get("/v1/models")).json())["data"]
+        of_ollama = await (await session.post("/api/show", json={"model": MODEL})).json()
+    assert model["default_parameters"] == dict(tokenizer.recommended.options)
+    assert [line.split() for line in of_ollama["parameters"].splitlines()] == [
+        ["temperature", "0.6"],
+        ["top_p", "0.95"],
+        ["top_k", "20"],
+        ["repeat_penalty", "1.05"],
+    ]
     assert (shown["temperature"], shown["top_k"], shown["min_p"], shown["repeat_penalty"]) == (0.6, 20, 0.05, 1.05)

@@ -37,6 +37,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, replies: list[list[dict[str, Any]] | int]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.replies, self.bodies = replies, list[Any]()
+        self.models: object = []
 
     @property
     def url(self) -> str:
@@ -45,6 +46,11 @@ class Server(http.server.ThreadingHTTPServer):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": self.server.models}).encode())
 
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -84,6 +90,29 @@ def test_one_question_prints_the_answer_alone() -> None:
     (body,) = server.bodies
     assert body["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
     assert (body["max_tokens"], body["temperature"], "model" in body) == (9, 0.7, False)
+
+
+@pytest.mark.parametrize(
+    ("models", "more", "expected"),
+    [
+        ([{"id": "a", "default_parameters": {"temperature": 0.6}}], (), None),
+        ([{"id": "a", "default_parameters": {"temperature": 0.6}}], ("--temperature", "0"), 0),
+        ([{"id": "a", "default_parameters": {"top_k": 20}}], (), 0.7),
+        ([{"id": "a"}, {"id": "b", "default_parameters": {"temperature": 0.6}}], ("--model", "b"), None),
+        ([{"id": "a", "default_parameters": {"temperature": 0.6}}], ("--model", "b"), 0.7),
+        ([{"id": "a", "default_parameters": None}], (), 0.7),
+        ([None], (), 0.7),
+        ("none", (), 0.7),
+    ],
+)
+def test_a_temperature_is_sent_where_the_model_recommends_none(
+    models: object, more: tuple[str, ...], expected: float | None
+) -> None:
+    with serving(ANSWER) as server:
+        server.models = models
+        done = relayline("chat", "Who?", "--url", server.url, *more)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert server.bodies[0].get("temperature") == expected
 
 
 @pytest.mark.parametrize(

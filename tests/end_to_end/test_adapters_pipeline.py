@@ -52,6 +52,7 @@ def world_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         whole.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 async def test_streams_with_different_adapters_run_at_once(artifacts: Artifacts, world: World, kv_layout: str) -> None:
     prompts = [prompt_of(seed, 20 + seed) for seed in range(9)]

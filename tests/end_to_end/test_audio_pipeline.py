@@ -61,6 +61,7 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             encoder._end()  # of the socket, which closing leaves to a call that may wait at it
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", KINDS, indirect=True)
 async def test_answers_are_those_of_the_whole_model_alone_and_together(model: Model) -> None:
     asked: list[tuple[str | bytes, ...]] = [
@@ -91,6 +92,7 @@ async def test_audio_of_more_than_one_window_is_several_runs_of_rows(model: Mode
     assert answer["prompt_token_ids"].count(-1) == 3 * 25
 
 
+@pytest.mark.sampled(1)
 @each_way
 async def test_the_next_turn_reads_only_new_rows_and_sounds_are_not_confused(model: Model) -> None:
     question = "listen to this with care, and tell all that you hear: "
@@ -111,6 +113,7 @@ async def test_the_next_turn_reads_only_new_rows_and_sounds_are_not_confused(mod
         assert_as_whole(model, answer, question, heard[seed])
 
 
+@pytest.mark.sampled(1)
 @each_way
 async def test_a_lost_stage_and_a_lost_link_are_pauses(model: Model) -> None:
     parts = ("what is said in", sound(7, seconds=SECONDS), "this?")
@@ -125,6 +128,7 @@ async def test_a_lost_stage_and_a_lost_link_are_pauses(model: Model) -> None:
     assert_as_whole(model, answer, *parts)
 
 
+@pytest.mark.sampled(1)
 @each_way
 async def test_a_stage_lost_while_audio_is_read_is_a_pause(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("what is said in", *(sound(seed, seconds=6) for seed in (8, 9)), "these?")

@@ -120,6 +120,7 @@ async def counts(running: Fleet) -> tuple[int, int]:
     return figures["drafted_tokens"], figures["accepted_tokens"]  # type: ignore[return-value]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("heard_first")
 @pytest.mark.parametrize("cuts", [[], [2]], ids=["one stage", "two stages"])
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])

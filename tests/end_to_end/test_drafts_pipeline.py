@@ -120,7 +120,7 @@ async def drafting(paths: list[Path], draft: int, **more: object) -> AsyncIterat
     assert 0 < figures["accepted_tokens"] <= figures["drafted_tokens"]  # type: ignore[operator]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 @pytest.mark.parametrize("cuts", [[2], [1, 2, 3]], ids=["2 stages", "4 stages"])
 @pytest.mark.parametrize("draft", [1, 4, 31])
@@ -148,6 +148,7 @@ async def test_guesses_that_follow_in_separate_flights(
     assert launched[Kind.DECODE] < N_TOKENS * len(asked) / 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft", [DRAFT_AUTO, 3])
 @pytest.mark.parametrize("lost", [0, 2])
 async def test_a_stage_that_dies_under_drafts_is_a_pause_and_no_more(
@@ -169,7 +170,7 @@ async def test_a_stage_that_dies_under_drafts_is_a_pause_and_no_more(
     assert launched[Kind.DECODE]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 @pytest.mark.parametrize("where", [0, 1, 2])
 async def test_links_that_break_under_drafts(

@@ -48,7 +48,7 @@ async def cut(running: Fleet, where: int) -> None:
         await running.pipeline.ready.wait()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 @pytest.mark.parametrize("mode", ["auto", "drain"])
 @pytest.mark.parametrize("where", [0, 1, 2])

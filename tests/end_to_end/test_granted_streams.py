@@ -72,6 +72,7 @@ async def read_until_granted(running: Fleet, stream: SessionStream) -> list[int]
     return tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 @pytest.mark.parametrize("cuts", [[2], [1, 3]], ids=["2 stages", "3 stages"])
 async def test_streams_that_come_and_go(

@@ -95,6 +95,7 @@ async def test_each_turn_of_a_chat_reads_only_new_text(served: Running, whole: R
             history = (*history, *tokens, end)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(N_STAGES))
 async def test_a_killed_stage_is_a_pause_and_no_more(stage: int, served: Running, whole: ReferenceModel) -> None:
     async with aiohttp.ClientSession() as session:

@@ -87,6 +87,7 @@ async def test_of_requests_that_begin_alike_one_reads_for_all(
     assert rows == [n_own + 8 * len(prompts)] * N_STAGES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 @pytest.mark.parametrize("wrong_every", [0, 2])
 async def test_drafts_change_no_answer_and_wrong_ones_are_taken_back(

@@ -168,6 +168,7 @@ def assert_as_whole(model: Model, answer: dict[str, Any], *parts: str | bytes) -
     assert answer["usage"]["prompt_tokens"] == n_prompt
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", KINDS, indirect=True)
 async def test_answers_are_those_of_the_whole_model_alone_and_together(model: Model) -> None:
     asked = [
@@ -206,6 +207,7 @@ async def test_the_next_turn_reads_only_new_rows_and_images_are_not_confused(mod
         assert_as_whole(model, answer, question, picture(seed))
 
 
+@pytest.mark.sampled(2)
 @each_way
 async def test_a_lost_stage_and_a_lost_link_are_pauses(model: Model) -> None:
     parts = ("what is in", picture(7), "this?")
@@ -241,6 +243,7 @@ async def test_images_larger_than_a_chunk_are_read_in_parts(model: Model) -> Non
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
 
 
+@pytest.mark.sampled(2)
 @each_way
 async def test_wrong_guesses_behind_an_image_are_taken_back(model: Model) -> None:
     parts = ("what is in", picture(50), "this?")

@@ -184,6 +184,7 @@ async def until_free(made: World) -> None:
         await pause()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 async def test_streams_keep_all_they_hold_and_all_their_tokens(
     kv_layout: str, tmp_path: Path, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +221,7 @@ async def test_streams_under_grants_keep_all_their_tokens(tmp_path: Path, whole:
         await until_free(made)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", ["box1", "box2"])
 async def test_a_stage_that_dies_while_it_gives_or_takes_costs_no_token(
     victim: str, tmp_path: Path, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch

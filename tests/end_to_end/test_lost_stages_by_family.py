@@ -24,7 +24,7 @@ from tests.support.tiny_models import make_tiny
 N_TOKENS = 16
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 async def test_answers_go_on_after_each_stage_was_lost(name: str, tmp_path: Path) -> None:
     model = make_tiny(name, tmp_path / "model.gguf", vocab=SHAPE.n_vocab)

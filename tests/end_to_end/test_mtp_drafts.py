@@ -70,6 +70,7 @@ def assert_said_by_the_whole(model: Path, prompts: Sequence[tuple[int, ...]], an
             assert behind.max() < 0.02 * logits.std()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_answers_are_the_same_and_guesses_those_of_the_whole_at_every_legal_cut(
     family: str, told: Told, tmp_path: Path
@@ -92,6 +93,7 @@ async def test_answers_are_the_same_and_guesses_those_of_the_whole_at_every_lega
     assert_said_by_the_whole(model, PROMPTS, plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 @pytest.mark.parametrize("family", ["qwen35:mtp", "deepseek2:mtp"])
 async def test_losses_change_no_answer(family: str, kv_layout: str, told: Told, tmp_path: Path) -> None:

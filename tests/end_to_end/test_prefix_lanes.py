@@ -93,6 +93,7 @@ async def test_chats_side_by_side_that_share_a_beginning_stay_apart(
     assert n_copied >= 2 * 3 * 40, "at least three of four chats, in two of three turns"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kv_layout", "window_cells"), [("unified", "all"), ("unified", "window"), ("per-lane", "all")]
 )

@@ -47,6 +47,7 @@ def served_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         yield file, paths, whole, layout
 
 
+@pytest.mark.sampled(1)
 async def test_streams_at_once_and_the_next_turn_of_a_chat(served: Served) -> None:
     file, paths, whole, layout = served
     prompts = [prompt_of(seed, 40 + 7 * seed) for seed in range(4)]
@@ -63,6 +64,7 @@ async def test_streams_at_once_and_the_next_turn_of_a_chat(served: Served) -> No
     assert n_read == [1 + 5 + 5] * len(paths), "only new text is read"
 
 
+@pytest.mark.sampled(1)
 async def test_a_lost_stage_is_a_pause_and_no_more(served: Served) -> None:
     file, paths, whole, layout = served
     prompts = [prompt_of(3, 37), prompt_of(4, 50)]
@@ -72,6 +74,7 @@ async def test_a_lost_stage_is_a_pause_and_no_more(served: Served) -> None:
         assert_greedy(whole, prompt, answer)
 
 
+@pytest.mark.sampled(1)
 async def test_rows_keep_their_sidebands_after_a_lost_link(served: Served) -> None:
     """Steps are sent again, and lanes are taken back to where all stages agree."""
     file, paths, whole, layout = served

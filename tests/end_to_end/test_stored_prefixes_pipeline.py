@@ -31,6 +31,7 @@ def long_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(LaneStates.__init__.__kwdefaults__, "long_bytes", 0)  # type: ignore[misc]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("long")
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_the_second_round_of_more_chats_than_lanes_reads_only_new_text(

@@ -84,6 +84,7 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return asyncio.run(run(directory, environment, store, level, stored_here))
 
 
+@pytest.mark.sampled(1)
 def test_every_request_is_one_trace_with_the_clients_ids_and_counts(proof: Proof) -> None:
     by_id = {session.request_id: session for session in proof.rebuilt.sessions}
     assert set(by_id) == {answer["id"] for answer in proof.answers}

@@ -96,6 +96,7 @@ def is_refusal(span: StoredSpan) -> bool:
     return span.attributes.get("http.response.status_code") == 400
 
 
+@pytest.mark.sampled(1)
 def test_every_stage_is_a_separate_service(run: Run) -> None:
     services = {span.service for span in run.spans}
     assert services == {"relayline-coordinator", *(f"relayline-stage-{index}" for index in range(N_STAGES))}

@@ -45,6 +45,7 @@ async def read_of(running: Fleet, before: list[int]) -> list[int]:
     return [now - then for now, then in zip(await rows_of(running), before, strict=True)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_each_turn_of_a_chat_reads_only_new_text(kv_layout: str, windowed: tuple[Split, ReferenceModel]) -> None:
     ((file, paths), whole), history = windowed, prompt_of(1, 400)
@@ -61,6 +62,7 @@ async def test_each_turn_of_a_chat_reads_only_new_text(kv_layout: str, windowed:
         assert replays(running) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_a_prompt_without_the_last_answer_reads_only_what_is_new(
     kv_layout: str, windowed: tuple[Split, ReferenceModel]
@@ -77,6 +79,7 @@ async def test_a_prompt_without_the_last_answer_reads_only_what_is_new(
         assert replays(running) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_of_requests_that_begin_alike_one_reads_for_all(
     kv_layout: str, windowed: tuple[Split, ReferenceModel]
@@ -94,6 +97,7 @@ async def test_of_requests_that_begin_alike_one_reads_for_all(
     assert rows == [n_own + 8 * len(prompts)] * N_STAGES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrong_every", [0, 2])
 async def test_wrong_drafts_are_taken_back(wrong_every: int, windowed: tuple[Split, ReferenceModel]) -> None:
     """Two streams at once, each with a prediction that has a wrong token at regular intervals, and a next turn."""
@@ -131,6 +135,7 @@ async def test_grants_end_without_a_replay(windowed: tuple[Split, ReferenceModel
         assert_greedy(whole, prompt, tokens)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_broken_links_cause_no_replay(kv_layout: str, windowed: tuple[Split, ReferenceModel]) -> None:
     ((file, paths), whole), prompts = windowed, [prompt_of(seed, 260 + seed) for seed in range(3)]
@@ -171,6 +176,7 @@ async def test_a_prefix_comes_back_from_the_tier(kv_layout: str, windowed: tuple
         assert replays(running) == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 @pytest.mark.parametrize(("before", "after"), [("window", "all"), ("all", "window")])
 async def test_prefixes_of_other_window_cells_are_not_taken(

@@ -168,6 +168,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(60)
 @every_syntax
 @pytest.mark.parametrize("example", SHAPES)
 @pytest.mark.parametrize("is_thinking", [False, True])
@@ -284,6 +285,7 @@ STRINGS: Mapping[str, tuple[Schema, set[str]]] = {
 }
 
 
+@pytest.mark.sampled(100)
 @every_syntax
 @pytest.mark.parametrize("is_root", [True, False], ids=["root", "referred"])
 @pytest.mark.parametrize("kind", STRINGS)

@@ -48,6 +48,7 @@ LENGTHS = (5, 1, 40, 17, 3, 64, 90, 11)
 FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("n_sessions", [1, 3, 8])
 @pytest.mark.parametrize("cuts", [[2], [1, 3], [1, 2, 3]], ids=["2 stages", "3 stages", "4 stages"])
 async def test_split_equals_whole(

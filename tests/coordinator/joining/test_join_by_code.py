@@ -652,6 +652,7 @@ def test_the_addresses_of_a_pipeline_share_the_time_of_the_search(monkeypatch: p
     assert waits[5] == whole_s
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_silent", [False, True])
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 16000\r\n\r\n"])
 async def test_who_answers_byte_by_byte_holds_up_no_one(

@@ -74,7 +74,7 @@ def headers_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.open_model", opened)
 
 
-@pytest.mark.sampled(8)  # a step with each of up to a hundred adapters
+@pytest.mark.sampled(2)  # a step with each of up to a hundred adapters
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_changes_nothing_is_refused_and_what_changes_something_is_not(family: str, tmp_path: Path) -> None:
     model = make_tiny(family, tmp_path / "model.gguf")

@@ -51,7 +51,7 @@ PER_LANE = [name for name in RECIPES if RECIPES[name].architecture not in UNIFIE
 TIED = [name for name in PLAIN if RECIPES[name].may_tie and not RECIPES[name].always_tied]
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", PER_LANE)
 def test_per_lane_cells_equal_the_whole(name: str, tmp_path: Path) -> None:
     """Two neighbouring lanes and one apart, so that llama.cpp computes each step in two parts; one cut.
@@ -71,7 +71,7 @@ def test_per_lane_cells_equal_the_whole(name: str, tmp_path: Path) -> None:
     assert error < ERROR_OTHER_ROWS_MAX, error
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("kv_layout", "spare_lanes"), [("unified", 1), ("per-lane", 0)])
 @pytest.mark.parametrize("name", CELLS)
 def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_lanes: int, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_l
         assert not np.allclose(engine.output_rows[:1], alone, atol=1e-6), "it attends to the copies"
 
 
-@pytest.mark.sampled(42)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("kv_layout", "ctx_tokens"), [("unified", 64), ("per-lane", 64), ("per-lane", 32)])
 @pytest.mark.parametrize("name", CELLS)
 def test_a_copied_prefix_equals_its_original(name: str, kv_layout: str, ctx_tokens: int, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_every_family_has_a_model() -> None:
     assert {recipe.architecture for recipe in RECIPES.values()} == set(FAMILIES)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", RECIPES)
 def test_cuts_equal_whole(name: str, tmp_path: Path) -> None:
     """Every legal cut between slices that are as short as they may be, and some between long ones.

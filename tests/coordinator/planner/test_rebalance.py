@@ -85,6 +85,7 @@ def test_a_laptop_that_throttles_in_steps_is_followed_with_time_between() -> Non
     assert second_s - first_s == pytest.approx(EVERY_NS / S, abs=2 * LOOK_S), "both may not be nearer"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("period_s", [600, 3000])
 def test_a_neighbour_that_comes_and_goes_does_not_drag_layers_back_and_forth(period_s: int) -> None:
     world = World(lambda at_s: (1.0, 1.0 if at_s // (period_s / 2) % 2 else 4.0), (12,)).run(6 * 3600)

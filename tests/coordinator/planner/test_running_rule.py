@@ -62,6 +62,7 @@ def planned(seed: int) -> tuple[Instance, Edges]:
     return instance, best.edges
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("seed", range(N_SHAPES))
 def test_no_shift_of_a_cut_is_better_with_the_groups_that_run(seed: int) -> None:
     instance, edges = planned(seed)
@@ -87,6 +88,7 @@ def test_the_best_grouping_alone_would_choose_other_cuts() -> None:
     assert moved
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(0, N_SHAPES, 2))
 def test_table_page_and_description_say_one_rate(seed: int) -> None:
     """The page knows of crowded cores and busy links only what the overhead shows: there it may promise more."""

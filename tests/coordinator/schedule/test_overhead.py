@@ -221,6 +221,7 @@ def test_bounds_beside_several_numbers_of_streams_agree() -> None:
     assert known.of(64) == pytest.approx(8.0 * MS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("n_stages", "n_streams"), [(2, 8), (2, 16), (4, 16)])
 def test_a_spell_of_slow_links_does_not_stay_in_the_plan(n_stages: int, n_streams: int) -> None:
     """Many small flights suit them; behind these the truth is hidden, so that half the speed was lost for good."""

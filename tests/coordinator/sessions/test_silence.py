@@ -194,7 +194,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("n_streams", [1, 3])
 async def test_a_fault_on_a_standing_link_ends_no_answer(

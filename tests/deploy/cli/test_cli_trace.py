@@ -518,6 +518,7 @@ def answering(status: int, body: str) -> Iterator[str]:
 LOOKERS = {"trace": ("trace", "--last", "--url"), "top": ("top", "--once", "--url"), "bench": ("bench",)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("body", ["[]", "null", '"ready"', "{}", "<html>"])
 @pytest.mark.parametrize("command", LOOKERS)
 def test_another_server_is_one_line(command: str, body: str) -> None:
@@ -530,6 +531,7 @@ def test_another_server_is_one_line(command: str, body: str) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("command", LOOKERS)
 def test_a_server_that_demands_a_key_is_one_line(command: str, status: int) -> None:

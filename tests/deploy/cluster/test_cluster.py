@@ -19,6 +19,7 @@ from relayline.stage.queue_types import QueuedFrame
 N_SEEDS = 60
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(4))
 def test_hundreds_of_histories_with_losses(part: int) -> None:
     """New ones each time, unless CI is set; `make simulate` plays more."""
@@ -110,6 +111,7 @@ def test_nothing_is_computed_again_when_layers_move(cuts: tuple[int, ...], n_oth
     assert rows == [sum(len(wish.prompt) + wish.max_tokens - 1 for wish in LONG.wishes)] * 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("n_messages", [1, 3, 5])
 def test_a_stage_that_dies_while_lanes_change_hands_costs_no_token(

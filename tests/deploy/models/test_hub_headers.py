@@ -337,6 +337,7 @@ def test_a_model_of_layers_is_measured_without_its_weights(hub: Hub, model: Path
     assert not list((tmp_path / "hub").glob("models--*/blobs/*"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3moe", "deepseek4", "hy_v4"])
 def test_experts_are_measured_without_their_weights(hub: Hub, tmp_path: Path, family: str) -> None:

@@ -47,7 +47,7 @@ def churning(seed: int, n_requests: int = 50) -> World:
     return churn(stages, n_requests, seed, link_ns=(0, 1, 10)[seed % 3] * MS, n_lanes=12)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("seed", range(3))
 def test_invariants_hold_while_requests_come_and_go(setup: str, seed: int) -> None:
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_history() -> None:
     assert first.token_times_ns != other.token_times_ns
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("n_stages", [2, 4, 8])
 @pytest.mark.parametrize("n_streams", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
@@ -277,6 +277,7 @@ def test_churn_on_a_flat_curve_is_about_as_fast_as_draining_and_answers_sooner(n
     assert ttft <= 0.87
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("n_stages", "n_streams", "link_ms", "is_held"),
     [(2, 8, 0, False), (4, 7, 0, True), (8, 12, 0, True), (2, 32, 10, True)],

@@ -33,6 +33,7 @@ def test_it_never_costs(curve: str, n_stages: int, n_streams: int, model: DraftM
     assert draft_model_gain(equal_stages(n_stages, curve), n_streams, model) > 0.95
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("guess_ms", [0.2, 5, 400])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_request_ends_while_streams_come_and_go(seed: int, guess_ms: float) -> None:

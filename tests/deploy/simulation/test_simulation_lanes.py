@@ -21,6 +21,7 @@ def parts_per_step(simulation: Simulation) -> float:
     return sum(s.counts.n_parts for s in simulation.stages) / sum(s.counts.n_steps for s in simulation.stages)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n_streams", [8, 16, 32])
 @pytest.mark.parametrize("curve", ["staircase", "arithmetic"])
 def test_steady_streams_travel_with_their_neighbours(curve: str, n_streams: int) -> None:
@@ -30,7 +31,7 @@ def test_steady_streams_travel_with_their_neighbours(curve: str, n_streams: int)
     assert steady_part(apart).tokens_per_s >= 0.97 * steady_part(shared).tokens_per_s
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prices", [(0.0, 0.0), (6_000.0, 1_500.0)], ids=["no context", "context"])
 @pytest.mark.parametrize("seed", range(4))
 def test_churn_breaks_no_rule(seed: int, prices: tuple[float, float]) -> None:

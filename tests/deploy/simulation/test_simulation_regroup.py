@@ -51,6 +51,7 @@ def decoding(simulation: Simulation) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("n_before", "n_after"), [(64, 8), (32, 4), (64, 24)])
 def test_fewer_streams_than_before_share_their_steps(n_before: int, n_after: int) -> None:
     """The round trip of many rows says little about one of few rows: two small flights once resulted from it."""
@@ -65,6 +66,7 @@ def test_fewer_streams_than_before_share_their_steps(n_before: int, n_after: int
     assert sum(rows == n_after for rows in steps) > 0.9 * len(steps)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_streams_that_start_and_end_at_any_time_share_every_step(seed: int) -> None:
     draw, at_ns, requests = random.Random(seed), 0, []
@@ -76,6 +78,7 @@ def test_streams_that_start_and_end_at_any_time_share_every_step(seed: int) -> N
     assert sum(rows for rows, _ in alone) > 0.95 * sum(running for _, running in alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("curve", "n_stages"), [(staircase, 2), (staircase, 3), (gpu, 2)], ids=["tiles", "three", "gpu"]
 )

@@ -40,6 +40,7 @@ def lanes_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[La
     lanes.engine.close()
 
 
+@pytest.mark.sampled(4)
 def test_mixed_steps_equal_lanes_alone(lanes: Lanes) -> None:
     """Each row leaves with the inputs of its own blocks: those that entered, and those of the stage's own layers."""
     artifact = lanes.engine.artifact
@@ -52,6 +53,7 @@ def test_mixed_steps_equal_lanes_alone(lanes: Lanes) -> None:
             assert (rows[:, N_EMBD + n_entered : 2 * N_EMBD + n_entered] == entered[:, :N_EMBD]).all()
 
 
+@pytest.mark.sampled(4)
 def test_a_lane_goes_on_exactly_from_a_checkpoint_and_from_a_copy(lanes: Lanes) -> None:
     expected = lanes.expected(0, (24, 25))
     lanes.decode((0, 0, 0, 24))

@@ -24,6 +24,7 @@ def shape_of(type_name: str) -> TinyShape:
     return dataclasses.replace(SHAPE, type=gguf.GGMLQuantizationType[type_name])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("type_name", TYPES)
 def test_lookup_equals_the_token_path_bit_for_bit(type_name: str, tmp_path: Path) -> None:
     """One stage that is first and last, fed with looked-up rows, against llama.cpp fed with tokens."""

@@ -111,6 +111,7 @@ def live(engine: NativeEngine, seed: int) -> World:
     return world
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(12))
 def test_lanes_hold_their_copies(engine: NativeEngine, seed: int) -> None:
     assert live(engine, seed).n_refused == 0

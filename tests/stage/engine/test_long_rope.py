@@ -45,6 +45,7 @@ def by_set(model: Path, kv_layout: str) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("ctx_tokens", "n_lanes", "expected"),
     [(64, 1, "short"), (300, 3, "short"), (ORIGINAL, 1, "short"), (ORIGINAL + 1, 1, "long"), (ORIGINAL + 1, 3, "long")],

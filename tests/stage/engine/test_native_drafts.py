@@ -159,6 +159,7 @@ def kv_layout_fixture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama", "gemma3:pattern", "olmo2:windows"])
 def test_rows_of_guesses_give_the_logits_of_single_rows(
     name: str, kv_layout: str, paths: dict[str, list[Path]]

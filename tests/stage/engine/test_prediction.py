@@ -56,6 +56,7 @@ def same(found: Sequence[Guess], expected: Sequence[tuple[int, float]]) -> None:
     np.testing.assert_allclose([guess.chance for guess in found], [chance for _, chance in expected[:n]], rtol=1e-2)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 def test_a_slices_guesses_are_the_unsplit_models_at_every_legal_cut(
     models: Path, kv_layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

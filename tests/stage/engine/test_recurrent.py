@@ -79,6 +79,7 @@ def load(name: str, kv_layout: str, directory: Path, rewind_rows: int = 0) -> La
     return Lanes(directory / "out" / "stage-0.gguf", kv_layout, rewind_rows)
 
 
+@pytest.mark.sampled(14)
 def test_a_lane_goes_on_exactly_from_a_checkpoint_and_a_wrong_state_shows(lanes: Lanes) -> None:
     """At a multiple of 8, because a checkpoint of deepseek4 puts its window of 8 rows into other cells.
 

@@ -52,6 +52,7 @@ def few(request: pytest.FixtureRequest, opened: Callable[[str, str], Lanes]) -> 
     return opened(*request.param)
 
 
+@pytest.mark.sampled(7)
 def test_guessed_rows_are_taken_back_exactly(lanes: Lanes) -> None:
     for n_right in range(N_BACK + 1):
         lanes.engine.clear(0)
@@ -119,6 +120,7 @@ def test_a_checkpoint_of_a_lane_that_was_taken_back_is_that_of_its_end(few: Lane
     assert far(few.decode((0, 0, 21, 22))[0], few.expected(0, (20, 21, 22))) < CLOSE
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(2))
 def test_lanes_in_mixed_steps_answer_as_alone(seed: int, few: Lanes) -> None:
     """Guesses of random length, some wrong; lanes that cannot be rewound start again."""

@@ -90,6 +90,7 @@ def few(request: pytest.FixtureRequest, opened: Callable[[str, str], Windows]) -
     return opened(*request.param)
 
 
+@pytest.mark.sampled(6)
 def test_rows_far_behind_many_windows_are_those_of_a_cache_that_keeps_all(windows: Windows) -> None:
     engine = windows.lanes.engine
     assert engine.attention.keeps_window
@@ -101,6 +102,7 @@ def test_rows_far_behind_many_windows_are_those_of_a_cache_that_keeps_all(window
     assert not has_window(engine._memory, 0, 100, WINDOW), "the cells of its beginning are gone"
 
 
+@pytest.mark.sampled(6)
 def test_lanes_that_take_turns_equal_lanes_alone(windows: Windows) -> None:
     """Each lane's cells lie between those of others by now, and are given away at different times."""
     ends = [0, 0, 0]

@@ -154,6 +154,7 @@ def one(request: pytest.FixtureRequest, opened: Callable[[str, str], Stage]) -> 
 # --- the same rows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("n_tokens", LENGTHS)
 def test_a_lane_goes_on_as_if_it_had_not_been_away(n_tokens: int, stage: Stage) -> None:
     """Stored while others compute, its own lane given away meanwhile, and put into two others."""

@@ -144,6 +144,7 @@ def test_noise_is_flat_and_independent_between_neighbours() -> None:
     assert 0 < grid.min() < grid.max() < 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n_tokens", [2, 3, 17])
 def test_few_tokens_are_drawn_as_often_as_they_should_be(n_tokens: int) -> None:
     logits, draws = logits_of(n_tokens, n_tokens, spread=1.0), Draws(N_VOCAB)
@@ -155,6 +156,7 @@ def test_few_tokens_are_drawn_as_often_as_they_should_be(n_tokens: int) -> None:
     assert surprise < (n_tokens - 1) + 4 * math.sqrt(2 * (n_tokens - 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moved_by", [0.003, 0.03])
 def test_logits_that_move_a_little_move_few_draws(moved_by: float) -> None:
     """Not many more than two such distributions require; a draw along the cumulative sum moves far more."""

@@ -39,6 +39,7 @@ def surprise(tokens: list[int], probabilities: np.ndarray) -> float:
     return (sum((count - mean) ** 2 / mean for count, mean in cells) - n_degrees) / math.sqrt(2 * n_degrees)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 def test_unfiltered_draws_follow_the_softmax(temperature: float) -> None:
     logits = logits_of(1)
@@ -64,6 +65,7 @@ def kept_by(options: SamplingOptions, logits: np.ndarray) -> np.ndarray:
     return order[probabilities >= options.min_p * probabilities.max()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,6 +94,7 @@ def test_a_position_draws_the_same_token_whatever_was_drawn_before() -> None:
         assert len(set(straight)) > 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("edge", [{"top_p": 0.7}, {"top_k": 40}, {"min_p": 0.05}], ids=str)
 def test_a_token_moved_over_the_edge_of_a_filter_changes_only_its_own_picks(edge: dict[str, float]) -> None:
     """The last token that a filter keeps is pushed out, and the first that it drops is pulled in."""

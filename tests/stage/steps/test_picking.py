@@ -65,6 +65,7 @@ def world_of(kind: str, vocabulary: LLTokenizer, seed: int = 0) -> DraftWorld:
     return DraftWorld(options, vocabulary, N_VOCAB if "grammar" in options else VOCAB, seed)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("n_seeds", [6, pytest.param(20, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_drafts_equals_without(kind: str, n_seeds: int, vocabulary: LLTokenizer) -> None:

@@ -69,6 +69,7 @@ async def told(client: openai.AsyncOpenAI, id: str) -> tuple[Any, Any]:
     return bare([event.to_dict() for event in events]), bare(whole.to_dict())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 async def test_an_answer_is_the_same_wherever_it_was_cut(case: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     text, fields = CASES[case]

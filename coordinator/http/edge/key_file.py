@@ -9,6 +9,7 @@ batch: 0123456789abcdef89ab share=2 streams=8 queue=100 priority=low models=smal
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 from pathlib import Path
@@ -183,6 +184,7 @@ def _misread(line: str, where: str) -> str:
     return f"{where}: behind the key stand options only, as in share=2; there are {_known()}"
 
 
+@functools.cache  # msgspec evaluates all annotations at each look
 def _known() -> str:
     return ", ".join(field.encode_name for field in msgspec.structs.fields(Options))
 

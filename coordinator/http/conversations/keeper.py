@@ -102,7 +102,7 @@ class Conversations:
     async def add(self, turn: Turn, items: Sequence[KeptItem]) -> None:
         """Add a whole answer and its input within a response's turn, before its client sees that it has ended."""
         if not turn.add(items):
-            log.warning("a response adds nothing to %s: it is gone, or would be larger than all may be", turn.id)
+            log.warning("a response adds nothing to %s: it is gone, or would leave others too little", turn.id)
         await self.settled()
 
     async def settled(self) -> None:

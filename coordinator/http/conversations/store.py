@@ -4,18 +4,18 @@ is told of each change.
 A response that goes on with a conversation takes a turn in it. Until that turn ends, the items stay as they are: two
 responses at once would each answer a conversation without the other, and their items would mix.
 
-The conversation that was changed or gone on with longest ago goes first, and those with a turn go last.
+The owner that keeps most loses first: the conversation that it changed or went on with longest ago, and those with a
+turn last.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
 from relayline.coordinator.http.responses.items import KeptItem
+from relayline.coordinator.http.responses.shares import Shares
 from relayline.coordinator.http.responses.store import ITEM_BYTES
 from relayline.wire.common.bounds import (
     CONVERSATION_BYTES_MAX,
@@ -113,14 +113,18 @@ class ConversationStore:
     """All conversations of one application."""
 
     def __init__(self, n_max: int = CONVERSATIONS_MAX, bytes_max: int = CONVERSATIONS_BYTES_MAX) -> None:
-        self._n_max, self._bytes_max = n_max, bytes_max
-        self._by_id: OrderedDict[str, Conversation] = OrderedDict()  # used longest ago first
+        self._shares = Shares(n_max, bytes_max)
+        self._by_id: dict[str, Conversation] = {}
         self._turns: dict[str, Turn] = {}  # by the conversation's id
-        self.n_bytes = 0
         self.mirror: Mirror | None = None
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    @property
+    def n_bytes(self) -> int:
+        """The contents of all."""
+        return self._shares.n_bytes
 
     def get(self, id: str, owner: str, param: str | None = None) -> Conversation:
         """Return a conversation of this owner's. Raises ConversationNotFoundError, about `param` of the request."""
@@ -133,22 +137,15 @@ class ConversationStore:
 
     def put(self, conversation: Conversation) -> bool:
         """Have a conversation as it is now, unless it alone is too large; others may be dropped for it."""
-        if conversation.n_bytes > self._bytes_max:
+        if not self._shares.has_room(conversation.owner, conversation.n_bytes):
             return False
-        before = self._by_id.get(conversation.id)
-        self.n_bytes += conversation.n_bytes - (before.n_bytes if before else 0)
         self._by_id[conversation.id] = conversation
-        self._by_id.move_to_end(conversation.id)
+        self._shares.put(conversation.owner, conversation.id, conversation.n_bytes)
         if self.mirror is not None:
             self.mirror.put(conversation)
-        while len(self._by_id) > self._n_max or self.n_bytes > self._bytes_max:
-            self._drop(self._next_to_go(conversation.id))
+        for id in self._shares.too_many(conversation.id, self._turns):
+            self._drop(id)
         return True
-
-    def _next_to_go(self, kept_id: str) -> str:
-        others = (id for id in self._by_id if id != kept_id)  # a large one may need the place of hundreds
-        first = next(others)
-        return next((id for id in itertools.chain((first,), others) if id not in self._turns), first)
 
     def add(self, id: str, owner: str, items: Sequence[KeptItem]) -> Conversation:
         """Add items. Raises ConversationNotFoundError, ConversationLockedError, InvalidRequestError."""
@@ -190,7 +187,7 @@ class ConversationStore:
         if not resumes and (len(found.items) >= CONVERSATION_ITEMS_MAX or found.n_bytes > CONVERSATION_BYTES_MAX):
             text = "the conversation is too long to go on with; begin another one with the items that matter"
             raise ContextLengthError(f"conversation: {text}", "conversation")
-        self._by_id.move_to_end(id)
+        self._shares.use(owner, id)
         turn = self._turns[id] = Turn(self, id)
         return turn
 
@@ -206,7 +203,7 @@ class ConversationStore:
             del self._turns[turn.id]
 
     def _drop(self, id: str) -> None:
-        self.n_bytes -= self._by_id.pop(id).n_bytes
+        self._shares.drop(self._by_id.pop(id).owner, id)
         self._turns.pop(id, None)
         if self.mirror is not None:
             self.mirror.drop(id)

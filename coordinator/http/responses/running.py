@@ -95,7 +95,7 @@ class Running:
 
     def without_output(self) -> Stored:
         """Return it as one that failed, because it is too large to be stored."""
-        text = f"the answer is larger than what is stored of all responses, {STORED_RESPONSES_BYTES_MAX >> 20} MiB"
+        text = f"the answer is too large to be stored: all API keys share {STORED_RESPONSES_BYTES_MAX >> 20} MiB"
         return self._stored(self.dialect.failed(InternalError(text), ()), ())
 
     def fail(self, error: RelaylineError) -> Stored:

@@ -1,19 +1,19 @@
 """The responses that clients may continue: in memory, bounded by count and by bytes. Pure. What keeps them over a
 restart is told of each change.
 
-A response holds its own input and output only; those before it are found by its `previous_id`. The least recently used
-one goes first; using a response uses everything before it.
+A response holds its own input and output only; those before it are found by its `previous_id`. The owner that keeps
+most loses its least recently used one first; using a response uses everything before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from relayline.coordinator.http.responses.items import KeptItem
 from relayline.coordinator.http.responses.recording import Recording
+from relayline.coordinator.http.responses.shares import Shares
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, STORED_RESPONSES_MAX
 
 ITEM_BYTES = 200  # what Python itself needs for one, about
@@ -61,26 +61,30 @@ class ResponseStore:
     """All stored responses of one application."""
 
     def __init__(self, n_max: int = STORED_RESPONSES_MAX, bytes_max: int = STORED_RESPONSES_BYTES_MAX) -> None:
-        self._n_max, self._bytes_max = n_max, bytes_max
-        self._by_id: OrderedDict[str, Stored] = OrderedDict()  # used longest ago first
+        self._shares = Shares(n_max, bytes_max)
+        self._by_id: dict[str, Stored] = {}
         self._holder_of: dict[str, str] = {}  # item id -> response id
-        self.n_bytes = 0
         self.mirror: Mirror | None = None
 
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def n_bytes(self) -> int:
+        """The contents of all."""
+        return self._shares.n_bytes
+
     def put(self, stored: Stored) -> bool:
         """Store a response, unless it alone is too large; older ones may be dropped for it."""
-        if stored.n_bytes > self._bytes_max:
+        if not self._shares.has_room(stored.owner, stored.n_bytes):
             return False
         self._by_id[stored.id] = stored
         self._holder_of.update({item_id: stored.id for item_id, _ in stored.output_items})
-        self.n_bytes += stored.n_bytes
+        self._shares.put(stored.owner, stored.id, stored.n_bytes)
         if self.mirror is not None:
             self.mirror.put(stored)
-        while len(self._by_id) > self._n_max or self.n_bytes > self._bytes_max:
-            self._drop(next(iter(self._by_id)))
+        for id in self._shares.too_many(stored.id):
+            self._drop(id)
         return True
 
     def get(self, id: str, owner: str) -> Stored | None:
@@ -106,7 +110,7 @@ class ResponseStore:
             found.append(stored)
             at = stored.previous_id
         for stored in found:  # the first one is used last: it is the last to go
-            self._by_id.move_to_end(stored.id)
+            self._shares.use(owner, stored.id)
         if self.mirror is not None:
             self.mirror.used([stored.id for stored in found])
         return found[::-1]
@@ -123,7 +127,7 @@ class ResponseStore:
 
     def _drop(self, id: str) -> None:
         stored = self._by_id.pop(id)
-        self.n_bytes -= stored.n_bytes
+        self._shares.drop(stored.owner, id)
         for item_id, _ in stored.output_items:
             self._holder_of.pop(item_id, None)
         if self.mirror is not None:

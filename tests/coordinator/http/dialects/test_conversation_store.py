@@ -21,7 +21,8 @@ def begun(id: str, n_bytes: int = 0, owner: str = "") -> Conversation:
 
 
 def ids_in(store: ConversationStore) -> list[str]:
-    return [*store._by_id]
+    """The one that was used longest ago first."""
+    return [id for share in store._shares._of.values() for id in share.used]
 
 
 class Mirror:

@@ -183,19 +183,20 @@ def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) 
         sent = request.headers.get("Authorization", "")
         if not sent and X_API_KEY in request.headers:  # as Anthropic's clients send it
             sent = _BEARER + request.headers[X_API_KEY]
-        is_bearer = sent[: len(_BEARER)].lower() == _BEARER
-        key = keys.find(sent[len(_BEARER) :].strip()) if is_bearer else None
+        is_bearer, shown = sent[: len(_BEARER)].lower() == _BEARER, sent[len(_BEARER) :].strip()
+        key = keys.find(shown) if is_bearer else None
         if key is not None:
             is_gateway = key.options.gateway == "yes"
             behalf = request.headers.get(BEHALF, "") if is_gateway else ""
             request[PAYER] = Payer(key.lasting_name, behalf)
+            client = f"Bearer {shown}"  # one, however it spells the header
             if behalf:
-                key, sent = key.of_behalf(behalf), f"{sent} {behalf}"
+                key, client = key.of_behalf(behalf), f"{client} {behalf}"
             request[KEY] = key
             request[TENANT] = key.tenant
             if (rate := keys.rate_of(key)) is not None:
                 request[RATE] = rate
-            request[CLIENT] = hashlib.sha256(sent.encode(errors="surrogateescape")).hexdigest()
+            request[CLIENT] = hashlib.sha256(client.encode(errors="surrogateescape")).hexdigest()
             return await handler(request)
         return _refused("incorrect API key" if sent else "no API key; send it as `Authorization: Bearer KEY`")
 

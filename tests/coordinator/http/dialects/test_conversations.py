@@ -450,6 +450,25 @@ async def test_a_key_finds_its_own_conversations_only(tokenizer: Tokenizer, tmp_
         assert await texts_in(alice, begun.id) == ["one"]
 
 
+async def test_a_key_finds_its_own_however_the_header_is_written(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Nor does it have another share of what is kept for each way of writing it."""
+    (keys := tmp_path / "keys").write_text("alice: alice-key-0123456789\n")
+    keys.chmod(0o600)
+    key = "alice-key-0123456789"
+    async with (
+        serving_kept(tokenizer, tmp_path / "kept", keys=keys) as url,
+        openai_client(url, key) as alice,
+        aiohttp.ClientSession() as session,
+    ):
+        begun = await alice.conversations.create()
+        where = f"{url}/v1/conversations/{begun.id}"
+        for headers in (
+            {"Authorization": f"bearer {key}"}, {"Authorization": f"BEARER   {key}"}, {"X-Api-Key": key},
+        ):  # fmt: skip
+            async with session.get(where, headers=headers) as found:
+                assert found.status == 200, headers
+
+
 async def test_lines_of_a_batch_go_on_with_their_keys_conversations_one_at_a_time(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

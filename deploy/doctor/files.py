@@ -30,6 +30,8 @@ from relayline.wire.links.roles import Role
 from relayline.wire.links.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
 from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
 
+_MADE_AGAIN = "start `relayline up` again, which makes another one"
+
 
 def look_model(manifest: Manifest) -> list[Finding]:
     """Look whether the model is there, can be read and split, and is the one that the manifest names."""
@@ -144,8 +146,10 @@ def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tupl
         return [ok("tls", f"`relayline up` will make its own material in {own.parent}")], None
     try:
         security = load_security(directory, token_file=token_file, role=Role.COORDINATOR)
-        findings = [_certificate(directory, names)]
+        findings = [_certificate(directory, names, is_own=wire.tls.directory is None)]
     except (RelaylineError, OSError) as error:
+        if wire.tls.directory is None:
+            return [failure("tls", str(error).partition("; ")[0], _MADE_AGAIN)], None
         return [failure("tls", str(error), "see `relayline certs --help`")], None
     if not security.token:
         findings.append(warning("join token", "none: a stage's certificate is enough to join",
@@ -155,7 +159,8 @@ def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tupl
     return findings, security
 
 
-def _certificate(directory: Path, names: tuple[str, ...]) -> Finding:
+def _certificate(directory: Path, names: tuple[str, ...], *, is_own: bool) -> Finding:
+    """Judge a usable certificate; `is_own`: the launcher has made it."""
     certificate = read_certificate(directory / CERT_FILE)
     days = (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
     covered = names_of(certificate)
@@ -163,10 +168,13 @@ def _certificate(directory: Path, names: tuple[str, ...]) -> Finding:
     missing = [name for name in names if canonical_name(name) not in covered]
     if missing:
         return failure(
-            "tls", f"{text}; not for {', '.join(missing)}", "issue it again with these names: relayline certs issue"
+            "tls",
+            f"{text}; not for {', '.join(missing)}",
+            _MADE_AGAIN if is_own else "issue it again with these names: relayline certs issue",
         )
     if days < RENEW_DAYS:
-        return warning("tls", text, "renew it with `relayline certs issue`")
+        renews = "`relayline up` renews it while it runs, and when it starts"
+        return warning("tls", text, renews if is_own else "renew it with `relayline certs issue`")
     return ok("tls", text)
 
 

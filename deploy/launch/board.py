@@ -52,9 +52,13 @@ class Board:
                 return record
         raise KeyError(name)
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all processes."""
+        return tuple(record.name for record in self.state.processes)
+
     def has(self, name: str) -> bool:
         """Return whether a process of that name belongs to this pipeline."""
-        return any(record.name == name for record in self.state.processes)
+        return name in self.names()
 
     def set_process(self, name: str, **changes: Any) -> ProcessRecord:
         """Change fields of a process's record; the phase follows from all of them."""

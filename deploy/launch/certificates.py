@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import fcntl
 import ipaddress
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.files import write_file
+from relayline.wire.common.files import replaced, write_file
 from relayline.wire.links import role_tokens
 from relayline.wire.links.revocation import CRL_BYTES_MAX, CRL_FILE, REVOKED_FILE, read_crl
 from relayline.wire.links.roles import NAME, TAKEN_NAMES, Identity, Role, identity_named
@@ -112,13 +113,21 @@ def issue(
     key = ec.generate_private_key(ec.SECP256R1())
     cert, hosts = sign_key(directory, key.public_key(), identity, host, names, days, now)
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_file(out / KEY_FILE, key_pem(key), PRIVATE)
-    write_file(out / CERT_FILE, cert.public_bytes(serialization.Encoding.PEM), _PUBLIC)
+    _write_pair(out, key_pem(key), cert.public_bytes(serialization.Encoding.PEM))
     write_file(out / CA_FILE, ours, _PUBLIC)
     if token:
         write_file(out / TOKEN_FILE, token.encode() + b"\n", PRIVATE)
     _copy_lists(directory, out)
     return Issued(out, identity, hosts, cert.not_valid_after_utc)
+
+
+def _write_pair(out: Path, key: bytes, cert: bytes) -> None:
+    """Write a key and its certificate. Where the disk has no room for both, the earlier pair stays. Raises OSError."""
+    with replaced(out / KEY_FILE, PRIVATE) as key_file, replaced(out / CERT_FILE, _PUBLIC) as cert_file:
+        for file, data in ((key_file, key), (cert_file, cert)):
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def sign_key(

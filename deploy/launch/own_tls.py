@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterable
 from pathlib import Path
+
+from cryptography import x509
 
 from relayline.deploy.launch.certificates import (
     CA_KEY_FILE,
@@ -72,6 +75,27 @@ def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None =
         if not _is_good(out / CERT_FILE, identity, revoked, now):
             issue(root, identity.host, (), DAYS_VALID, out, now, role=identity.role, stage=identity.name)
     return root / COORDINATOR_DIR
+
+
+def renew_own_tls(root: Path, names: Iterable[str], now: datetime.datetime | None = None) -> tuple[str, ...]:
+    """Renew those certificates below `root` that end soon, of the processes of these names; returns whose they were.
+
+    Running processes take them up with their next connection. Raises UsageError and OSError.
+    """
+    now, renewed = now or datetime.datetime.now(datetime.UTC), []
+    revoked = revoked_serials(root)
+    for name in names:
+        path = root / name / CERT_FILE
+        if not path.exists():
+            continue
+        certificate = read_certificate(path)
+        identity = identity_of(certificate)
+        if identity is None or certificate.serial_number in revoked or not _ends_soon(certificate, now):
+            continue
+        hosts = names_of(certificate)
+        issue(root, identity.host, hosts, DAYS_VALID, path.parent, now, role=identity.role, stage=identity.name)
+        renewed.append(name)
+    return tuple(renewed)
 
 
 def needs_own_token(manifest: Manifest) -> bool:
@@ -135,5 +159,9 @@ def _is_good(path: Path, wanted: Identity, revoked: frozenset[int], now: datetim
         identity_of(certificate) == stated
         and canonical_name(wanted.host) in names_of(certificate)
         and certificate.serial_number not in revoked
-        and (certificate.not_valid_after_utc - now).days >= RENEW_DAYS
+        and not _ends_soon(certificate, now)
     )
+
+
+def _ends_soon(certificate: x509.Certificate, now: datetime.datetime) -> bool:
+    return (certificate.not_valid_after_utc - now).days < RENEW_DAYS

@@ -33,17 +33,16 @@ from relayline.deploy.launch.prepare import (
     settled,
     with_credentials,
 )
+from relayline.deploy.launch.renewing import renewing
 from relayline.deploy.launch.restarts import RestartPolicy
 from relayline.deploy.launch.stage_checks import warn_of_shared_gpus
 from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
-from relayline.deploy.launch.supervisor import Emit, Supervisor
+from relayline.deploy.launch.supervisor import Emit, Supervisor, supervise
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.models.mend import Mend, later_mender, mender
 from relayline.deploy.models.splits import split_for
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.files import naming, try_writing, write_again
-from relayline.wire.common.logs import PRINTED
-from relayline.wire.common.process import first_of
 
 log = logging.getLogger("relayline.up")
 
@@ -253,7 +252,8 @@ def _launch_once(
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal; `nohup` ignores it
             loop.add_signal_handler(signal.SIGHUP, stopping.set)
         try:
-            await supervise(supervisor, stopping, tell, again.wanted)
+            async with renewing(to_start.manifest, directory.tls, supervisor.board.names):
+                await supervise(supervisor, stopping, tell, again.wanted)
         finally:
             await again.close()
         if stopping.is_set() and is_ordered(directory.restart):
@@ -287,25 +287,3 @@ def _take_on(supervisor: Supervisor, to_start: Launch, directory: StateDir) -> N
         log.warning("no stage was added: %s", error.message)
         return
     supervisor.take_on(plan.stages)
-
-
-async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit, *others: asyncio.Event) -> None:
-    """Start, tell that it is ready, watch, end at one of the events. Raises StartError."""
-    stop = asyncio.ensure_future(first_of(*(asyncio.ensure_future(event.wait()) for event in (stopping, *others))))
-    starting = asyncio.ensure_future(supervisor.start())
-    try:
-        await first_of(starting, stop)
-        if not starting.done():
-            return
-        ready: dict[str, Any] = starting.result()
-        emit(ready)
-        log.info("ready: %s", ready["url"], extra=PRINTED)
-        await first_of(stop, supervisor.failed)
-        if supervisor.failed.done():
-            supervisor.failed.result()
-    finally:
-        starting.cancel()
-        stop.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await supervisor.stop()
-        log.info("ended")

@@ -28,6 +28,7 @@ from relayline.deploy.launch.waiting import RESTING, Waiting
 from relayline.deploy.models.mend import Mend, nothing_to_mend
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of
 from relayline.wire.common.tasks import set_within
@@ -345,6 +346,28 @@ class Supervisor:
     def _gone(self, name: str) -> None:
         if self.board[name].state is not HostState.FAILED:
             self.board.note_end(name, HostState.STOPPED)
+
+
+async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit, *others: asyncio.Event) -> None:
+    """Start, tell that it is ready, watch, end at one of the events. Raises StartError."""
+    stop = asyncio.ensure_future(first_of(*(asyncio.ensure_future(event.wait()) for event in (stopping, *others))))
+    starting = asyncio.ensure_future(supervisor.start())
+    try:
+        await first_of(starting, stop)
+        if not starting.done():
+            return
+        ready: dict[str, Any] = starting.result()
+        emit(ready)
+        log.info("ready: %s", ready["url"], extra=PRINTED)
+        await first_of(stop, supervisor.failed)
+        if supervisor.failed.done():
+            supervisor.failed.result()
+    finally:
+        starting.cancel()
+        stop.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await supervisor.stop()
+        log.info("ended")
 
 
 def _loading(n_stages: int) -> str:

@@ -24,9 +24,8 @@ from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.prepare import prepare
 from relayline.deploy.launch.restarts import RestartPolicy
-from relayline.deploy.launch.run import supervise
 from relayline.deploy.launch.state import StateDir, state_root
-from relayline.deploy.launch.supervisor import Supervisor
+from relayline.deploy.launch.supervisor import Supervisor, supervise
 from relayline.deploy.machine.ports import free_port
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.models.mend import mender

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,7 +209,7 @@ def _joined(given: dict[str, Any], root: Path) -> Joined:
     """Return the membership to take up: a new one by the token, else one that this host has begun with and was
     interrupted, else one of those that it has.
     """
-    from relayline.stage.joining.enrol import enrol, renewed
+    from relayline.stage.joining.enrol import await_clock, enrol, renewed
 
     if given["token"]:
         token = read_token(given["token"])
@@ -225,6 +227,7 @@ def _joined(given: dict[str, Any], root: Path) -> Joined:
     known = chosen(root, given["name"], address)
     is_relayed = known.file.is_relayed if given["is_relayed"] is None else given["is_relayed"]
     host, port = host_of(known.file.enrol), port_of(known.file.enrol)
+    await_clock(known.directory)
     return renewed(known, host, port, given["advertise"], is_relayed=is_relayed)
 
 
@@ -267,6 +270,13 @@ def chosen(root: Path, name: str = "", address: str = "") -> Joined:
 
 def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
     from relayline.deploy.cli.join_flags import join_config
+    from relayline.stage.joining.enrol import keep_current, own_address
 
     security = load_security(joined.directory, role=Role.STAGE, name=joined.file.name)
-    return join_config(given, joined.file.coordinator, joined.file.name, given["listen"], security)
+    config = join_config(given, joined.file.coordinator, joined.file.name, given["listen"], security)
+    host, port = host_of(joined.file.enrol), port_of(joined.file.enrol)
+    renew = functools.partial(
+        keep_current, joined, host, port, given["advertise"],
+        is_relayed=bool(given["is_relayed"]), at_first=own_address(host, port),
+    )  # fmt: skip
+    return dataclasses.replace(config, renew=renew)

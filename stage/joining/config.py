@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class JoinConfig:
     """How links are protected."""
     is_relayed: bool = False
     """Reached through the coordinator's relay, because nobody can dial this host; it then listens on loopback."""
+    renew: Callable[[], None] = lambda: None
+    """Has this host's certificate renewed where it ends soon, or this host has another address now. Blocks."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a name or an address that cannot be one."""

@@ -12,6 +12,7 @@ can be run any number of times. The token is kept until its certificate has come
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import datetime
 import http.client
@@ -19,7 +20,7 @@ import logging
 import shutil
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from relayline.stage.joining.config import facing
 from relayline.wire.common import bounds
 from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import (
@@ -40,7 +42,7 @@ from relayline.wire.common.errors import (
     from_wire,
 )
 from relayline.wire.common.files import write_file
-from relayline.wire.common.texts import printable
+from relayline.wire.common.texts import counted, file_error_text, printable
 from relayline.wire.links import enrolment
 from relayline.wire.links.enrolment import JoinToken
 from relayline.wire.links.revocation import CRL_FILE
@@ -65,6 +67,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 JOINED_FILE = "joined.json"
 ATTEMPTS_MAX = 5  # after a connection that was lost on its way
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
+CLOCK_LOOK_S = 1.0  # between two looks whether the clock has been set
 _PRIVATE, _PUBLIC = 0o600, 0o644
 _X509_NOT_YET_VALID, _X509_EXPIRED = 9, 10  # X509_V_ERR_* of OpenSSL
 
@@ -207,35 +210,89 @@ def enrol(
 def renewed(known: Joined, host: str, port: int, advertise: str = "", *, is_relayed: bool = False) -> Joined:
     """Return a membership with a certificate that is valid for some time and for where others find this host now.
 
-    If the coordinator cannot be asked, the existing one must do; a warning is logged if it expires soon.
+    If the coordinator cannot be asked or the disk has no room, the existing one must do; a warning is logged if it
+    expires soon. Raises UsageError for one that has expired.
     """
     directory = known.directory
     cert = read_certificate(directory / CERT_FILE)
-    days_left = (cert.not_valid_after_utc - _now()).days
+    left = cert.not_valid_after_utc - _now()
     token = JoinToken(known.file.name, b"", enrolment.fingerprint_of(_ca_der((directory / CA_FILE).read_text())))
     try:
         client = _Client(host, port, token)
         relay = client.join_host if is_relayed else ""
         wanted = {canonical_name(name) for name in (client.own_address, advertise, relay) if name}
         named = {*names_of(cert), *(name for name in wanted if is_loopback(name))}
-        if days_left < RENEW_DAYS or not wanted <= named:
+        if left.days < RENEW_DAYS or not wanted <= named:
             pem = cert.public_bytes(serialization.Encoding.PEM).decode()
             csr = _csr((directory / KEY_FILE).read_bytes())
             asked = enrolment.Request(known.file.name, csr, certificate=pem, advertise=advertise, is_relayed=is_relayed)
             got = client.enrol(asked)
-            _store(directory, client.ca_pem, got)
-            log.info("certificate renewed", extra={"fields": {"for": ", ".join(sorted(wanted))}})
-        file = msgspec.structs.replace(
-            known.file, enrol=address_of(host, port), coordinator=client.coordinator, is_relayed=is_relayed
-        )
-        write_file(directory / JOINED_FILE, msgspec.json.encode(file) + b"\n", _PUBLIC)
-        return Joined(directory, file)
-    except StageLostError as error:
-        log.info("keeping the old certificate: %s", error.message)
-        return known
+            with _tolerating("the certificate is not renewed"):
+                _store(directory, client.ca_pem, got)
+                log.info("certificate renewed", extra={"fields": {"for": ", ".join(sorted(wanted))}})
     except RelaylineError as error:
-        log.warning("keeping the old certificate, which could not be renewed: %s", error.message)
+        if left < datetime.timedelta():
+            raise UsageError(
+                f"{directory / CERT_FILE} expired at {cert.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
+                f"`relayline invite {known.file.name}` on the coordinator's machine prints a new line"
+            ) from error
+        is_harmless = isinstance(error, StageLostError) and left.days >= RENEW_DAYS
+        level, days = logging.INFO if is_harmless else logging.WARNING, counted(left.days, "day")
+        log.log(level, "keeping the old certificate, which lasts for %s: %s", days, error.message)
         return known
+    file = msgspec.structs.replace(
+        known.file, enrol=address_of(host, port), coordinator=client.coordinator, is_relayed=is_relayed
+    )
+    with _tolerating("where the coordinator is now is not noted"):
+        write_file(directory / JOINED_FILE, msgspec.json.encode(file) + b"\n", _PUBLIC)
+    return Joined(directory, file)
+
+
+@contextlib.contextmanager
+def _tolerating(what: str) -> Iterator[None]:
+    """Go on after an error of the disk within, such as a full one: what is there is good, and is written again."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", what, file_error_text(error))
+
+
+def keep_current(
+    known: Joined, host: str, port: int, advertise: str = "", *, is_relayed: bool = False, at_first: str = ""
+) -> None:
+    """Renew a membership's certificate if it ends soon or does not name the address that this host has now. Blocks.
+
+    The coordinator is asked only then. `at_first`: the address for which it was asked already. Raises as `renewed`.
+    """
+    cert = read_certificate(known.directory / CERT_FILE)
+    own = "" if is_relayed or advertise else own_address(host, port)
+    is_named = own in ("", at_first) or is_loopback(own) or canonical_name(own) in names_of(cert)
+    if not is_named or (cert.not_valid_after_utc - _now()).days < RENEW_DAYS:
+        renewed(known, host, port, advertise, is_relayed=is_relayed)
+
+
+def own_address(host: str, port: int) -> str:
+    """Return this host's address on the route to host:port; empty where none leads there."""
+    try:
+        return facing(address_of(host, port))
+    except StageLostError:
+        return ""
+
+
+def await_clock(directory: Path) -> None:
+    """Wait until the certificate of a membership has begun: at a boot the clock may be behind until it is set. Blocks.
+
+    Raises UsageError for a certificate that cannot be read.
+    """
+    cert, has_said = read_certificate(directory / CERT_FILE), False
+    while (now := _now()) < cert.not_valid_before_utc:
+        if not has_said:
+            log.warning(
+                "this machine's clock says %s UTC, and this host's certificate begins at %s UTC; waiting for the clock "
+                "to be set", f"{now:%Y-%m-%d %H:%M}", f"{cert.not_valid_before_utc:%Y-%m-%d %H:%M}"
+            )  # fmt: skip
+            has_said = True
+        threading.Event().wait(CLOCK_LOOK_S)
 
 
 class _Client:

@@ -41,6 +41,7 @@ from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 log = logging.getLogger("relayline.stage")
 
+RENEW_LOOK_S = 6 * 3600.0  # between two looks whether this host's certificate ends soon
 USED_LOOK_S = 10.0  # a stage that is to sleep looks again whether another coordinator still uses it
 
 STANDS_BY = "stands by without layers; the coordinator gives it some when needed"
@@ -95,6 +96,7 @@ class JoinedStage:
             # Before anything is fetched; where plaintext is wanted, StageConfig warns of it once.
             check_listen(self._config.host, self._config.security, "this stage")
         stop = asyncio.ensure_future(stopping.wait())
+        renewing = asyncio.create_task(self._keep_current())
         try:
             await self._rejoin(stop)
             while self._member is not None:
@@ -106,6 +108,7 @@ class JoinedStage:
             raise
         finally:
             stop.cancel()
+            await end_task(renewing)
             await to_its_end(self._leave())
 
     def _way_of(self, member: Member) -> Callable[[Member, asyncio.Future[Any]], Coroutine[Any, Any, None]]:
@@ -367,6 +370,8 @@ class JoinedStage:
         await self._leave()
         if not any(interrupt.done() for interrupt in interrupts):
             self._member = await self._join(*interrupts)
+            if self._member is not None:
+                await self._renew()  # perhaps this host has another address now
 
     async def _join(self, *interrupts: asyncio.Future[Any]) -> Member | None:
         """Join, again and again while that may help; None as soon as one of the interrupts is done."""
@@ -382,6 +387,19 @@ class JoinedStage:
         log.info("joined", extra={"fields": fields})
         self._is_planned = False
         return member
+
+    async def _keep_current(self) -> None:
+        """Have the certificate renewed in time; ends only by being cancelled."""
+        while True:
+            await asyncio.sleep(RENEW_LOOK_S)
+            await self._renew()
+
+    async def _renew(self) -> None:
+        """Have the certificate renewed if that is needed. Links take it up when they begin."""
+        try:
+            await asyncio.to_thread(self._config.renew)
+        except (RelaylineError, OSError) as error:
+            log.warning("the certificate of this host cannot be renewed: %s", error)
 
     async def _attempt(self) -> Member:
         return await Member.join(self._config.coordinator, self._config.security, self._hello)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import json
+import os
 import socket
 import ssl
 import threading
@@ -23,7 +25,7 @@ from relayline.deploy.launch import invitations
 from relayline.deploy.launch.certificates import init_authority, issue, revoke
 from relayline.deploy.launch.invitations import CODES_FILE, FILE, SigningAuthority, open_invitation
 from relayline.stage.joining import enrol as client
-from relayline.stage.joining.enrol import Joined, enrol, memberships, renewed
+from relayline.stage.joining.enrol import Joined, await_clock, enrol, keep_current, memberships, renewed
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     HandshakeError,
@@ -319,6 +321,71 @@ async def test_a_certificate_is_renewed_before_it_ends_and_for_a_new_address(
     load_security(joined.directory, environment={}, name="old")
     await port.renew(joined)
     assert read_certificate(joined.directory / "cert.pem") == cert, "nothing has changed"
+
+
+async def test_a_certificate_is_renewed_while_its_host_runs(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(invitations, "CERT_DAYS_DEFAULT", 5)
+    joined = await port.enrol(invite(port.ca, "old", "old.test"))
+    monkeypatch.undo()
+    path = joined.directory / "cert.pem"
+
+    async def look(number: int, **more: Any) -> x509.Certificate:
+        await asyncio.to_thread(keep_current, joined, "127.0.0.1", number, **more)
+        return read_certificate(path)
+
+    cert = await look(port.number)
+    assert (cert.not_valid_after_utc - NOW).days > 300, "it ended soon"
+    nobody = 1  # answers at this port, and nobody is asked for a certificate that is good
+    assert await look(nobody) == cert
+    monkeypatch.setattr(client, "facing", lambda _: "192.0.2.7")
+    assert await look(nobody, at_first="192.0.2.7") == cert, "the start has asked for this address"
+    assert await look(nobody, advertise="old.test") == cert, "others are told another one"
+    monkeypatch.setattr(client._Client, "own_address", property(lambda _: "192.0.2.7", lambda *_: None), raising=False)
+    assert await look(port.number) != cert, "this host has another address than before"
+
+
+async def test_a_full_disk_keeps_no_member_out(
+    port: Port, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(invitations, "CERT_DAYS_DEFAULT", 5)
+    joined = await port.enrol(invite(port.ca, "old", "old.test"))
+    monkeypatch.undo()
+    before = {path: path.read_bytes() for path in joined.directory.iterdir()}
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "write_file", full)
+        assert (await port.renew(joined)).file == joined.file
+    assert "the certificate is not renewed: " in caplog.text
+    assert "joined.json: No space left on device" in caplog.text
+    assert {path: path.read_bytes() for path in joined.directory.iterdir()} == before
+    await port.renew(joined)
+    assert (read_certificate(joined.directory / "cert.pem").not_valid_after_utc - NOW).days > 300
+
+
+async def test_a_certificate_that_has_ended_names_the_command_for_a_new_line(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    joined = await port.enrol(invite(port.ca, "old", "old.test"))
+    monkeypatch.setattr(client, "_now", lambda: NOW + 400 * 24 * HOUR)
+    with pytest.raises(UsageError, match=r"cert\.pem expired at .* UTC; `relayline invite old` on the coordinator"):
+        await port.renew(joined)
+
+
+async def test_a_clock_that_is_behind_at_a_boot_is_waited_for(
+    port: Port, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    joined = await port.enrol(invite(port.ca, "old", "old.test"))
+    clock = iter([NOW - 9_000 * HOUR, NOW - 9_000 * HOUR, NOW])
+    monkeypatch.setattr(client, "_now", lambda: next(clock))
+    monkeypatch.setattr(client, "CLOCK_LOOK_S", 0.0)
+    await asyncio.to_thread(await_clock, joined.directory)
+    assert next(clock, None) is None
+    (said,) = [record.message for record in caplog.records if "clock" in record.message]
+    assert said.startswith("this machine's clock says ")
+    assert said.endswith("; waiting for the clock to be set")
 
 
 async def test_a_revoked_or_foreign_key_renews_no_certificate(port: Port, caplog: pytest.LogCaptureFixture):

@@ -41,6 +41,7 @@ from relayline.wire.common.errors import (
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.settings.table import EngineSettings
 from tests.support.join_support import NAMES, JoinPort, content, join_port, write_split
+from tests.support.polling import pause
 
 WAIT_S = 20
 
@@ -413,11 +414,11 @@ async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_agai
 async def test_a_stage_whose_host_has_another_address_now_serves_there(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = "127.0.0.1"
+    here, renewed_at = "127.0.0.1", list[str]()
     monkeypatch.setattr("relayline.stage.joining.config.facing", lambda _: here)
     async with asyncio.timeout(WAIT_S):
         async with coordinator(tmp_path / "split", EngineSettings()) as port:
-            stage = Living(port.address, tmp_path)
+            stage = Living(port.address, tmp_path, renew=lambda: renewed_at.append(here))
             await serves(port, engines)
             number = int(port.address.rpartition(":")[2])
         here = "127.0.0.2"
@@ -425,8 +426,31 @@ async def test_a_stage_whose_host_has_another_address_now_serves_there(
             await engines.ended.wait()
             await serves(port, engines)
             assert [loaded.host for loaded in engines.loaded] == ["127.0.0.1", "127.0.0.2"]
+            assert renewed_at == ["127.0.0.1", "127.0.0.2"], "before others connect to it there"
             assert "this machine's address has changed to 127.0.0.2 (it was 127.0.0.1)" in caplog.text
             await stage.stop()
+
+
+async def test_a_stage_that_runs_for_long_has_its_certificate_renewed(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+
+    def renew() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise StageLostError("the coordinator cannot be reached")
+
+    monkeypatch.setattr(join, "RENEW_LOOK_S", 0.0)
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineSettings()) as port:
+        stage = Living(port.address, tmp_path, renew=renew)
+        await serves(port, engines)
+        while looks < 4:
+            await pause()
+        assert "cannot be renewed: the coordinator cannot be reached" in caplog.text
+        assert len(engines.loaded) == 1, "it serves all the while"
+        await stage.stop()
 
 
 async def test_a_ticket_that_is_void_leads_to_joining_again(

@@ -6,12 +6,13 @@ get CTX_GOOD tokens before there are many of them, and more than that only where
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from relayline.coordinator.planner.instance import Instance, Load
-from relayline.coordinator.planner.memory import LANES_LEAST, stage_memory
+from relayline.coordinator.planner.instance import Host, Instance, Load
+from relayline.coordinator.planner.memory import LANES_LEAST, pool_usable_bytes, pools_of, stage_memory
 from relayline.coordinator.planner.search import Room
 from relayline.wire.common.kv_layout import CTX_STEP_TOKENS
 from relayline.wire.common.units import GIB
@@ -41,6 +42,50 @@ def usual_context(instance: Instance, n_lanes: int | None, ctx_tokens: int | Non
         if _fits(instance, lanes, usual[1], times):
             return lanes, usual[1]
     return usual
+
+
+def weights_by_memory(instance: Instance) -> dict[str, int]:
+    """Return the bytes of a pipeline's weights by the memory that holds them, a machine's or a GPU's name.
+
+    Layers count as shared equally by its stages. Weights of a stage that is on a GPU in part count in both memories.
+    """
+    model = instance.model
+    stage_bytes = stage_memory(model, instance.load, 0, model.n_layers).weights_bytes // len(instance.hosts)
+    found: dict[str, int] = collections.defaultdict(int)
+    for host in instance.hosts:
+        if host.offload is None or host.offload.gpu_layers >= 0 or host.offload.n_cpu_moe or host.offload.kept_bytes:
+            found[host.machine.name] += stage_bytes
+        if host.offload is not None:
+            found[host.offload.gpu.name] += stage_bytes
+    return dict(found)
+
+
+def beside_others(
+    instance: Instance, others: Sequence[Mapping[str, int]], n_others_most: int | None = None
+) -> Instance:
+    """Return the planning problem of a pipeline whose memories are those of other pipelines, too.
+
+    All that is left beside the weights is shared equally. `others`: of each, its `weights_by_memory`. At most
+    `n_others_most` of them are in a memory at once (None: all); those with most weights there count.
+    """
+    own = weights_by_memory(instance)
+    taken: dict[str, int] = {}
+    for pool in {pool for host in instance.hosts for pool in pools_of(host)}:
+        there = sorted((each[pool.name] for each in others if pool.name in each), reverse=True)[:n_others_most]
+        usable = pool_usable_bytes(pool)
+        if there and usable is not None:
+            left = max(0, usable - own.get(pool.name, 0) - sum(there))
+            taken[pool.name] = sum(there) + left * len(there) // (len(there) + 1)
+
+    def host_of(host: Host) -> Host:
+        offload, there = host.offload, host.machine
+        machine = dataclasses.replace(there, reserved_bytes=there.reserved_bytes + taken.get(there.name, 0))
+        if offload is not None:
+            gpu = dataclasses.replace(offload.gpu, draft_bytes=offload.gpu.draft_bytes + taken.get(offload.gpu.name, 0))
+            offload = dataclasses.replace(offload, gpu=gpu)
+        return dataclasses.replace(host, machine=machine, offload=offload)
+
+    return dataclasses.replace(instance, hosts=tuple(map(host_of, instance.hosts)))
 
 
 def _longest(instance: Instance) -> int:

@@ -14,6 +14,7 @@ from yarl import URL
 from relayline.deploy.cli.apply import applied, found_difference, show_difference
 from relayline.deploy.cli.console_http import fetch
 from relayline.deploy.launch.board import unlike_manifest
+from relayline.deploy.launch.context import with_running_context
 from relayline.deploy.launch.control import Launched, key_of
 from relayline.deploy.launch.gateway.change import OTHERS_SERVE, GatewayDifference, difference
 from relayline.deploy.launch.gateway.plan import stages_of
@@ -27,6 +28,7 @@ from relayline.deploy.launch.tell import lines_for_hosts
 from relayline.deploy.machine.ports import LOCALHOST
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway, write_gateway
+from relayline.deploy.manifest.settings import open_context
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
 
@@ -140,6 +142,7 @@ def _inner(plan: GatewayPlan, member: Member) -> tuple[Launch, StateDir]:
         if relay_port := own.relay_port or ports.relay_port:
             changes["coordinator.relayPort"] = relay_port
     manifest = named(at_home(with_usual_lanes(override(wanted, changes))), f"{plan.name}-{member.name}")
+    manifest = with_running_context(manifest, open_context(wanted.spec), directory.path)
     return Launch(manifest, member.manifest.absolute(), plan.started.log_flags), directory
 
 

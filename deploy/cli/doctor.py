@@ -41,6 +41,7 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
     from relayline.deploy.doctor.gateway import examine_gateway
     from relayline.deploy.launch.context import with_usual_context
     from relayline.deploy.launch.control import launched
+    from relayline.deploy.launch.gateway.beside import with_contexts
     from relayline.deploy.launch.gateway.pipelines import pipelines_behind
     from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.lanes import with_usual_lanes
@@ -52,9 +53,8 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
         findings = asyncio.run(examine_machine(timeout, deep=deep))
     elif is_gateway(manifest):
         gateway = load_gateway(manifest)
-        pipelines = tuple(
-            each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)
-        )
+        prepared = [each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)]
+        pipelines = tuple(with_contexts(gateway, prepared))
         known = {one.state.name: one for one in launched(None)}
         findings = asyncio.run(examine_gateway(gateway, pipelines, known, timeout, deep=deep))
     else:

@@ -22,6 +22,7 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
     Raises UsageError, once all plans are shown, for each pipeline that cannot run and each machine that is too small
     for all of them.
     """
+    from relayline.deploy.launch.gateway.beside import with_contexts
     from relayline.deploy.launch.gateway.pipelines import clashes, pipelines_behind
     from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.lanes import with_usual_lanes
@@ -31,7 +32,8 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
     from relayline.deploy.planning.together import awake_note, missing_memory, shared_machines
 
     gateway = load_gateway(path)
-    pipelines = [each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)]
+    prepared = [each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)]
+    pipelines = with_contexts(gateway, prepared)
     plans: list[tuple[str, Plan]] = []
     shown: list[dict[str, Any]] = []
     wrong: list[str] = []

@@ -111,6 +111,7 @@ NOT_AGAIN = (
     "report_fd",
     "as_json",
     "change",
+    "beside",
     "exit_with_stdin",
 )
 

@@ -84,6 +84,8 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--check", is_flag=True, hidden=True, allow_from_autoenv=False)  # what `relayline restart` would start
 # Of the manifest of a pipeline behind a gateway, as JSON.
 @click.option("--change", type=Line(), default="", hidden=True)
+# And the other pipelines there.
+@click.option("--beside", type=Line(), default="", hidden=True)
 @supervised_option
 @click.option(
     "--json",

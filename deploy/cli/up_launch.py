@@ -12,7 +12,8 @@ from relayline.deploy.cli.stage_flags import stage_flags_of, with_stage_flags
 from relayline.deploy.cli.up_changes import DOWNLOAD, changes_of, http_of
 from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.companions import with_companions
-from relayline.deploy.launch.context import with_usual_context
+from relayline.deploy.launch.context import ALONE, with_usual_context
+from relayline.deploy.launch.gateway.beside import read_beside
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.prepare import named, override, with_hub_model
@@ -53,9 +54,12 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
         manifest = named(manifest, given["name"], "--name")
     manifest = with_companions(manifest, found.model)
     check_draft(manifest.serving, manifest.engine.policy)
-    opened = () if given["change"] else open_context(manifest.spec)  # pipelines behind one gateway share their hosts
+    beside = read_beside(given["beside"]) if given["beside"] else ALONE
+    opened = () if beside is None else open_context(manifest.spec)
     manifest = with_stage_flags(manifest, given, changed)
-    manifest = with_usual_context(manifest, opened, given["state_dir"], ends_first=given["check"])
+    manifest = with_usual_context(
+        manifest, opened, given["state_dir"], ends_first=given["check"], beside=beside or ALONE
+    )
     return Launch(manifest, found.source, log_flags, given["split_dir"], given["measure"], is_again)
 
 

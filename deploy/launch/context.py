@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from relayline.coordinator.model.inspection import inspect_model
-from relayline.coordinator.planner.usual_context import usual_context
+from relayline.coordinator.planner.usual_context import beside_others, usual_context, weights_by_memory
 from relayline.deploy.launch.control import launched
-from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.prepare import override, shown_model
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import LANES, TOKENS, value_at
 from relayline.deploy.planning.inputs import instance_of
@@ -21,23 +22,62 @@ from relayline.wire.settings.setting import Setting
 log = logging.getLogger("relayline.up")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beside:
+    """The other pipelines behind a gateway, with which a pipeline may share machines."""
+
+    others: tuple[Manifest, ...] = ()
+    n_most: int | None = None
+    """How many of them are awake at once beside it, at most; None: all."""
+
+
+ALONE = Beside()
+
+
 def with_usual_context(
-    manifest: Manifest, opened: Collection[Setting], state_dir: Path | None = None, *, ends_first: bool = False
+    manifest: Manifest,
+    opened: Collection[Setting],
+    state_dir: Path | None = None,
+    *,
+    ends_first: bool = False,
+    beside: Beside = ALONE,
+    model: Path | None = None,
 ) -> Manifest:
     """Return the manifest with a context that its model can use and its hosts have memory for.
 
     Only `opened` is chosen. A pipeline of this name that runs keeps its own, unless it `ends_first`: then all memory
-    counts. A model that is elsewhere, or cannot be read, changes nothing: its next reader reports the problem.
+    counts. A model that is elsewhere, or cannot be read, changes nothing: its next reader reports the problem. Nor
+    does one `beside` it whose size is unknown. `model`: where its file is, if the manifest does not say so.
     """
-    path = manifest.model_path
+    path = model or manifest.model_path
     if not opened or path is None or not path.exists():
         return manifest
     try:
         if not ends_first and (running := _of_running(manifest.name, state_dir)) is not None:
             return _with(manifest, opened, running)
-        return with_fitting_context(manifest, path, opened, is_running=ends_first)
+        weights = _weights_of(beside, is_running=ends_first)
+        return with_fitting_context(
+            manifest, path, opened, is_running=ends_first, others=weights, n_others_most=beside.n_most
+        )
     except RelaylineError:
         return manifest
+
+
+def _weights_of(beside: Beside, *, is_running: bool) -> list[Mapping[str, int]]:
+    """Return the weights of pipelines by memory. Raises ModelFileError, UsageError where one's model is unknown."""
+    if beside.n_most == 0:
+        return []
+    found: list[Mapping[str, int]] = []
+    for other in beside.others:
+        with shown_model(other) as shown:
+            found.append(weights_by_memory(instance_of(other, inspect_model(shown.path), is_running=is_running)))
+    return found
+
+
+def with_running_context(manifest: Manifest, opened: Collection[Setting], state_dir: Path) -> Manifest:
+    """Return the manifest with the context of the pipeline of its name, if that runs."""
+    running = _of_running(manifest.name, state_dir)
+    return manifest if running is None else _with(manifest, opened, running)
 
 
 def with_fitting_context(
@@ -47,14 +87,17 @@ def with_fitting_context(
     known: Mapping[str, KnownHost] | None = None,
     *,
     is_running: bool = False,
+    others: Sequence[Mapping[str, int]] = (),
+    n_others_most: int | None = None,
 ) -> Manifest:
     """Return the manifest with `opened` chosen for the model and its hosts; `known`, `is_running` as in `instance_of`.
 
-    Raises ModelFileError, UsageError.
+    `others`, `n_others_most`: as in `usual_context.beside_others`. Raises ModelFileError, UsageError.
     """
     engine = manifest.engine
+    instance = instance_of(manifest, inspect_model(model), known=known, is_running=is_running)
     n_lanes, ctx_tokens = usual_context(
-        instance_of(manifest, inspect_model(model), known=known, is_running=is_running),
+        beside_others(instance, others, n_others_most),
         None if LANES in opened else engine.n_lanes,
         None if TOKENS in opened else engine.ctx_tokens,
     )

@@ -162,6 +162,11 @@ class GatewayManifest(ManifestFile):
         """The gateway's name."""
         return self.metadata.name
 
+    @property
+    def n_awake_beside(self) -> int | None:
+        """How many others are awake at once beside a pipeline, at most; None: all."""
+        return self.spec.awake_max - 1 if self.spec.awake_max else None
+
     def members(self) -> tuple[Member, ...]:
         """Return every pipeline, replicas after their originals."""
         return tuple(

@@ -132,7 +132,8 @@ def plan_members(
         held.add(changes.get("coordinator.joinPort", inner.join_port))
         http = address_of(LOCALHOST, port)
         arguments = ("up", str(member.manifest.absolute()), *started.flags_of(member.name), "--http", http, "--change",
-                     json.dumps(changes), "--json", "--exit-with-stdin")  # fmt: skip
+                     json.dumps(changes), "--beside", beside_text(manifest, member), "--json",
+                     "--exit-with-stdin")  # fmt: skip
         backend = BackendConfig(member.name, f"http://{http}", _key_of(inner))
         planned.append(MemberPlan(backend, LocalPipeline(f"{started.name}-{member.name}", member.name, arguments)))
     return planned
@@ -180,6 +181,19 @@ def changes_behind(
         if not coordinator.relay_port and any(stage.relay for stage in stages):
             changes["coordinator.relayPort"] = kept[0] + RELAY_PORT - JOIN_PORT
     return changes
+
+
+def beside_text(manifest: GatewayManifest, member: Member) -> str:
+    """Return the other pipelines that are started here, as JSON: their manifests, and the stages of replicas.
+
+    With how many of them are awake at once beside this one, at most; null: all.
+    """
+    others = [
+        (str(each.manifest.absolute()), None if each.stages is None else stages_of(each))
+        for each in manifest.members()
+        if each.manifest is not None and each.name != member.name
+    ]
+    return json.dumps({"others": others, "most": manifest.n_awake_beside})
 
 
 def stages_of(member: Member) -> list[dict[str, Any]]:

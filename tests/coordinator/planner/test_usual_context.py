@@ -18,7 +18,9 @@ from relayline.coordinator.planner.usual_context import (
     CTX_LEAST,
     CTX_MOST,
     SPARE,
+    beside_others,
     usual_context,
+    weights_by_memory,
 )
 from relayline.wire.common.units import GIB
 
@@ -130,3 +132,47 @@ def test_a_choice_fits_with_spare_memory_or_nothing_better_does(
     elif not fits(n_lanes, ctx_tokens):
         others = itertools.product((lanes,) if lanes else (32, 16, 8, 4), (least,))
         assert not any(fits(*other) for other in others), "less is only refused where nothing fits"
+
+
+@given(
+    times=st.lists(st.floats(0.5, 3), min_size=1, max_size=3),
+    scales=st.lists(st.sampled_from([0.1, 0.5, 1.0, 3.0]), min_size=2, max_size=4),
+    n_most=st.none() | st.integers(1, 3),
+)
+def test_pipelines_that_share_machines_fit_there_together(
+    times: list[float], scales: list[float], n_most: int | None
+) -> None:
+    """Whichever of them are awake at once. `times`: the memory of each host, by the weights of all on one of them."""
+    models = [
+        dataclasses.replace(MODEL, layer_bytes=tuple(int(size * scale) for size in MODEL.layer_bytes))
+        for scale in scales
+    ]
+    all_gib = sum(sum(model.layer_bytes) for model in models) / GIB / len(times)
+    gib = [all_gib * each for each in times]
+    alone = [instance(*gib, model=model) for model in models]
+    weights = [weights_by_memory(each) for each in alone]
+    needed = []
+    for at, each in enumerate(alone):
+        shared = beside_others(each, [*weights[:at], *weights[at + 1 :]], n_most)
+        n_lanes, ctx_tokens = usual_context(shared, None, None)
+        load = dataclasses.replace(LOAD, n_lanes=n_lanes, ctx_tokens=ctx_tokens)
+        if Room(dataclasses.replace(shared, load=load)).some_cuts() is None:
+            return  # not even the least fits, and `plan` says so
+        memory = stage_memory(each.model, load, 0, each.model.n_layers)
+        needed.append(memory.weights_bytes + memory.kv_bytes)
+    n_awake = len(alone) if n_most is None else n_most + 1
+    assert sum(sorted(needed, reverse=True)[:n_awake]) <= sum(gib) * GIB
+
+
+def test_one_alone_is_planned_as_before() -> None:
+    assert beside_others(instance(24), []) == instance(24)
+    elsewhere = {"another host": 20 * GIB}
+    assert beside_others(instance(24), [elsewhere]) == instance(24)
+
+
+def test_weights_of_those_beside_are_not_free() -> None:
+    mine = instance(24)
+    (own,) = weights_by_memory(mine).values()
+    (host,) = beside_others(mine, [{"h0": 2 * GIB}, {"h0": GIB}], 1).hosts
+    usable = int(24 * GIB * 0.95)
+    assert host.machine.reserved_bytes == 2 * GIB + (usable - own - 2 * GIB) // 2

@@ -1,4 +1,4 @@
-"""API keys of the HTTP side: checked in constant time, read again on demand. `key_file` says what their file holds."""
+"""API keys of the HTTP side: found by their SHA-256, read again on demand. `key_file` says what their file holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import hmac
 import logging
 import re
 import signal
@@ -49,7 +48,7 @@ class ApiKeys:
     def __init__(self, path: Path) -> None:
         """Read the file. Raises UsageError when it is missing, holds no key, or a line is not a key."""
         self._path = path
-        self._keys = parse_keys(_read(path), path)
+        self._take(parse_keys(_read(path), path))
         self._rates: dict[str, TokenRate] = {}  # by the key's name; they outlast another reading of the file
 
     @property
@@ -64,13 +63,8 @@ class ApiKeys:
         return ", ".join(self.names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
     def find(self, sent: str) -> ApiKey | None:
-        """Return the key that `sent` is, if it is one; takes as long for every answer."""
-        digest = hashlib.sha256(sent.encode(errors="surrogateescape")).digest()
-        found: ApiKey | None = None
-        for key in self._keys.values():
-            if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+        """Return the key that `sent` is, if it is one. Its time tells nothing of a key: only hashes are compared."""
+        return self._by_digest.get(hashlib.sha256(sent.encode(errors="surrogateescape")).digest())
 
     def payer(self, payer: Payer) -> ApiKey | None:
         """Return the key that pays now, with its client's options where a gateway showed it; None: it is gone."""
@@ -96,11 +90,15 @@ class ApiKeys:
     def reload(self) -> None:
         """Read the file again; an unusable file changes nothing, with one line in the log."""
         try:
-            self._keys = parse_keys(_read(self._path), self._path)
+            self._take(parse_keys(_read(self._path), self._path))
         except UsageError as error:
             log.warning("keeping the old API keys: %s", error.message)
             return
         log.info("API keys were read again; known keys: %s", self.shown)
+
+    def _take(self, keys: dict[str, ApiKey]) -> None:
+        self._keys = keys
+        self._by_digest = {key.digest: key for key in keys.values()}
 
 
 def _read(path: Path) -> str:

@@ -23,7 +23,7 @@ from relayline.coordinator.sessions.tenants import SHARE_MAX, Level, Tenant
 from relayline.wire.common.errors import UsageError
 
 KEY_CHARS_MIN, KEY_CHARS_MAX = 16, 512  # shorter can be guessed
-KEYS_MAX = 10_000  # every request is compared with all of them
+KEYS_MAX = 10_000  # requests wait while they are read: half a second
 STREAMS_MAX, QUEUE_MAX, TOKENS_PER_MINUTE_MAX = 65_536, 1_000_000, 1_000_000_000
 MODELS_MAX = 256  # names of models that one key may use
 NAME_CHARS_MAX = 1_024  # of a gateway's client

@@ -151,7 +151,7 @@ class Serving:
 
     def __init__(self, _plan: object, directory: StateDir, *_: object, **__: object) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.board = SimpleNamespace(set_starts_again=lambda _: None)
+        self.board = SimpleNamespace(set_starts_again=lambda _: None, names=tuple)
         self._directory = directory
 
     async def start(self) -> dict[str, str]:
@@ -223,7 +223,7 @@ class Told:
 
     def __init__(self, n_tokens: int, _: StateDir, tell: Callable[[dict[str, str]], None], **__: object) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.board = SimpleNamespace(set_starts_again=lambda _: None)
+        self.board = SimpleNamespace(set_starts_again=lambda _: None, names=tuple)
         self._n_tokens, self._tell = n_tokens, tell
 
     async def start(self) -> dict[str, str]:

@@ -1,7 +1,10 @@
-"""The known state of every process of a launched pipeline, kept in state.json for `status`, `logs` and `down`."""
+"""The known state of every process of a launched pipeline, kept in state.json for `status`, `logs` and `down`. Event
+loop only.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from pathlib import Path
@@ -12,15 +15,17 @@ import msgspec
 from relayline.deploy.launch.process_id import ProcessId, identify
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.texts import file_error_text
 
 log = logging.getLogger("relayline.up")
 
 
+AGAIN_S = 5.0  # between two tries to store the state, as on a full disk
 WHOLE = (HostState.READY, HostState.SLEEPING, HostState.SPARE, HostState.DRAINED)  # of a process in its desired state
 
 
 class Board:
-    """The current LaunchState; every change is stored at once."""
+    """The current LaunchState; every change is stored at once, or as soon as the disk takes it."""
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class Board:
         certificate: Path | None = None,
     ) -> None:
         self._directory = directory
+        self._again: asyncio.TimerHandle | None = None  # while what is stored is older
         self.state = LaunchState(
             STATE_VERSION,
             name,
@@ -110,11 +116,22 @@ class Board:
         state = msgspec.structs.replace(self.state, **changes)
         if state != self.state:
             self.state = state
-            try:
-                self._directory.store(state)
-            except OSError as error:
-                # The pipeline keeps running; only `status` sees an older state until there is room again.
-                log.warning("the state cannot be stored: %s", error)
+            self._write()
+
+    def _write(self) -> None:
+        was_behind, self._again = self._again, None
+        if was_behind is not None:
+            was_behind.cancel()
+        try:
+            self._directory.store(self.state)
+        except OSError as error:
+            # The pipeline keeps running; only `status` sees an older state until there is room again.
+            if was_behind is None:
+                log.warning("the state cannot be stored, which is tried again: %s", file_error_text(error))
+            self._again = asyncio.get_running_loop().call_later(AGAIN_S, self._write)
+        else:
+            if was_behind is not None:
+                log.info("the state is stored again")
 
 
 def unlike_manifest(state: LaunchState) -> frozenset[str]:

@@ -11,6 +11,7 @@ user knows which models are needed again; `relayline cache --clear` removes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -54,13 +55,19 @@ class Slot:
         self._lock: int | None = None
 
     def prepare(self, pipeline_json: bytes = b"") -> None:
-        """Make the directory and put the description of the split into it, if there is one. Raises StartError."""
+        """Make the directory and put the description of the split into it, if there is one. Raises StartError.
+
+        One that is there is only noted as used: a stage that has all it needs comes back on a full disk, too.
+        """
         try:
-            if pipeline_json:
-                write_again(self.directory / PIPELINE_FILE, pipeline_json)
-            else:
+            if not pipeline_json:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 (self.directory / USED).touch()
+            elif _has(self.directory / PIPELINE_FILE, pipeline_json):
+                with contextlib.suppress(OSError):  # then it seems to have been used longer ago
+                    os.utime(self.directory / PIPELINE_FILE)
+            else:
+                write_again(self.directory / PIPELINE_FILE, pipeline_json)
         except OSError as error:
             raise StartError(
                 f"the cache {self.directory.parent} cannot be written: {error.strerror}; give another with --cache"
@@ -196,6 +203,13 @@ class Writer:
             self._file.close()
         except OSError as error:
             raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+
+
+def _has(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
 
 
 def has_content(path: Path, artifact: pb.ArtifactFile, load: Load) -> bool:

@@ -27,6 +27,7 @@ from click.testing import CliRunner
 
 from relayline.deploy.cli.control import _process_table, _show, _status_text
 from relayline.deploy.cli.top import top_command
+from relayline.deploy.launch import board as board_module
 from relayline.deploy.launch import process_id
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
@@ -39,6 +40,7 @@ from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
 from relayline.deploy.testing.processes import COMMAND, TIMEOUT_S, relayline
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
+from tests.support.polling import pause
 
 # --- back-off ---------------------------------------------------------------------------------------------------------
 
@@ -196,16 +198,24 @@ def test_a_state_directory_is_its_users_alone(tmp_path: Path) -> None:
         assert (tmp_path / "root" / "small").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_full_disk_ends_no_running_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_ends_no_running_process_and_the_state_follows_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "AGAIN_S", 0.0)
+    caplog.set_level("INFO")
     directory = StateDir(tmp_path)
     board = board_of(directory, me())
     (tmp_path / "state.partial").mkdir()  # nothing can be written there any more
-    board.set_process("stage-0", state="lost")
+    for state in ("lost", "ready", "lost"):
+        board.set_process("stage-0", state=state)
+        await pause()
     assert board["stage-0"].state == "lost"
-    assert "cannot be stored" in caplog.text
+    assert caplog.text.count("the state cannot be stored, which is tried again: ") == 1
     (tmp_path / "state.partial").rmdir()
-    board.set_process("stage-0", state="ready")
-    assert directory.load() == board.state
+    async with asyncio.timeout(20):
+        while directory.load() != board.state:
+            await pause()
+    assert "the state is stored again" in caplog.text
 
 
 def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import hashlib
 import logging
 import multiprocessing
+import os
 import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from relayline.coordinator.joining import service as join_service
 from relayline.coordinator.joining.artifact_reader import CHUNK_BYTES, read_chunks
 from relayline.stage.engine.loading import Load
-from relayline.stage.joining import artifact_fetch
+from relayline.stage.joining import artifact_fetch, artifact_store
 from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.artifact_store import USED, Slot, Writer, cached
 from relayline.stage.joining.client import Member
@@ -142,6 +144,24 @@ async def test_a_partial_file_that_is_too_long_begins_again(tmp_path: Path, read
     slot.partial.write_bytes(content(0) + b"more")
     assert (await fetched(tmp_path / "split", tmp_path / "cache")).read_bytes() == content(0)
     assert reads.offsets == [0]
+
+
+async def test_a_full_disk_keeps_no_stage_out_that_has_its_artifact(
+    tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = await fetched(tmp_path / "split", tmp_path / "cache")
+
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(artifact_store, "write_again", full)
+    os.utime(path.parent / "pipeline.json", (0, 0))
+    assert await fetched(tmp_path / "split", tmp_path / "cache") == path
+    assert (path.parent / "pipeline.json").stat().st_mtime > 0, "it was used now"
+    assert reads.offsets == [0]
+    (path.parent / "pipeline.json").write_text("{}")
+    with pytest.raises(StartError, match="cannot be written: No space left on device"):
+        await fetched(tmp_path / "split", tmp_path / "cache")
 
 
 async def test_a_file_altered_in_the_cache_is_fetched_again(tmp_path: Path, reads: Reads) -> None:

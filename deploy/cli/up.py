@@ -82,6 +82,8 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @state_dir_option
 @click.option("--report-fd", type=IntRange(0, 1 << 20), default=None, hidden=True)
 @click.option("--check", is_flag=True, hidden=True, allow_from_autoenv=False)  # what `relayline restart` would start
+# If it does not come to serve, it starts as it was before: its manifest of then is in the state directory.
+@click.option("--or-before", is_flag=True, hidden=True, allow_from_autoenv=False)
 # Of the manifest of a pipeline behind a gateway, as JSON.
 @click.option("--change", type=Line(), default="", hidden=True)
 # And the other pipelines there.

@@ -14,14 +14,16 @@ from relayline.deploy.cli.options import http_tls_from
 from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
 from relayline.deploy.cli.up_gateway import up_gateway
 from relayline.deploy.cli.up_launch import launch_of
-from relayline.deploy.launch.again import become_new
+from relayline.deploy.launch.again import become_new, placed
 from relayline.deploy.launch.detach import reporting, start_detached
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
-from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, ready_to_start
+from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, launch_before, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import gateway_of
 from relayline.deploy.launch.tell import line_of
+from relayline.wire.common.errors import RelaylineError, StartError
+from relayline.wire.common.texts import file_error_text
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
@@ -39,7 +41,7 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     if not is_flag and (gateway := gateway_of(given["target"], Path.cwd())) is not None:
         up_gateway(gateway, given, changed, log_flags)
         return
-    to_start = launch_of(given, changed, log_flags)
+    to_start, failed = _to_start(given, changed, log_flags)
     directory = StateDir(given["state_dir"] or state_root() / to_start.manifest.name)
 
     def show(event: dict[str, Any]) -> None:
@@ -53,15 +55,32 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     if given["detach"] and given["report_fd"] is None:  # RELAYLINE_DETACH reaches the one in the background too
         _detach(to_start, directory, given)
         return
-    command = sys.argv[1:]
+    command = placed(sys.argv[1:], to_start.manifest.name, directory.path)
     if given["report_fd"] is None:
         echo = print_prefixed if given["verbose"] else None
-        is_wanted_again = launch(to_start, directory, show, echo=echo, arguments=command)
+        is_wanted_again = launch(to_start, directory, show, echo=echo, arguments=command, failed=failed)
     else:
         with reporting(given["report_fd"]) as tell:
             is_wanted_again = launch(to_start, directory, tell, arguments=command)
     if is_wanted_again:
         become_new(command)
+
+
+def _to_start(
+    given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]
+) -> tuple[Launch, RelaylineError | None]:
+    """Return the launch that the flags describe. Raises as `launch_of`.
+
+    With --or-before it is the launch of before, and the mistake, if the manifest has got one since it was checked.
+    """
+    try:
+        return launch_of(given, changed, log_flags), None
+    except (RelaylineError, OSError) as error:
+        if not given["or_before"]:
+            raise
+        mistake = error if isinstance(error, RelaylineError) else StartError(file_error_text(error))
+        place = StateDir(given["state_dir"])
+        return launch_before(place, mistake, log_flags, given["split_dir"], given["measure"]), mistake
 
 
 def _detach(to_start: Launch, directory: StateDir, given: dict[str, Any]) -> None:

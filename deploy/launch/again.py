@@ -4,9 +4,9 @@ The command leaves `restart.json` in the state directory and sends MORE_SIGNAL. 
 its own arguments: that reads the manifest of now, and downloads a model of the hub that is not here yet. If there is a
 mistake, the supervisor writes it into the file, and the pipeline goes on. Else all processes end in order, as after
 SIGTERM, and the supervisor becomes a new `up` by exec. So it keeps its arguments, process id, terminal and working
-directory. The new one removes the file. If it does not come to serve, it writes why into the file, and starts the
-manifest of before, which `before.json` holds. An answer stays until the next order or process: several commands may
-wait for it.
+directory; and its name and place, whatever the manifest's name is now. The new one removes the file. If it does not
+come to serve, or its manifest has a mistake by then, it writes why into the file, and starts the manifest of before,
+which `before.json` holds. An answer stays until the next order or process: several commands may wait for it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ log = logging.getLogger("relayline.up")
 
 CHECK = "--check"
 REPORT = "--report-fd"
+OR_BEFORE = "--or-before"  # a start that fails starts as it was before
 DETACH_VARIABLE = "RELAYLINE_DETACH"
 ERROR_PREFIX = "relayline: error: "
 REASON_BYTES_MAX = 8192  # of what a check writes, its end
@@ -40,8 +41,8 @@ _CHUNK_BYTES = 4096
 
 
 def arguments_again(arguments: Sequence[str]) -> list[str]:
-    """Return a command's arguments without the pipe to the starter, which has gone since."""
-    kept = list(arguments)
+    """Return a command's arguments without the pipe to the starter, which has gone since, and without OR_BEFORE."""
+    kept = [each for each in arguments if each != OR_BEFORE]
     while REPORT in kept:
         at = kept.index(REPORT)
         del kept[at : at + 2]
@@ -52,6 +53,16 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a process that checks what these would start; arguments: `up` and all behind it."""
     command, *rest = arguments_again(arguments)
     return [command, CHECK, *rest]
+
+
+def placed(arguments: Sequence[str], name: str, path: Path) -> list[str]:
+    """Return the arguments of `up` that start this pipeline in this state directory, whatever its manifest says then.
+
+    What the user gave follows, so that it holds.
+    """
+    command, *rest = arguments_again(arguments)
+    flags = ["--state-dir", str(path.absolute()), "--name", name]
+    return [command, *rest] if rest[: len(flags)] == flags else [command, *flags, *rest]
 
 
 def refusal(path: Path) -> str:
@@ -170,5 +181,6 @@ def become_new(arguments: Sequence[str]) -> NoReturn:
     sys.stderr.flush()
     signal.signal(MORE_SIGNAL, signal.SIG_IGN)  # until the new one hears it: by default it would end a process
     os.environ.pop(DETACH_VARIABLE, None)  # this one is in the background already, and is to stay the same process
-    command = module_command("relayline.deploy.cli", *arguments_again(arguments))
+    first, *rest = arguments_again(arguments)
+    command = module_command("relayline.deploy.cli", first, OR_BEFORE, *rest)
     os.execv(command[0], command)

@@ -174,6 +174,33 @@ def write_settled(manifest: Manifest, path: Path) -> None:
     write_again(path, text.encode() + b"\n")
 
 
+def launch_before(
+    directory: StateDir,
+    mistake: RelaylineError,
+    log_flags: tuple[str, ...],
+    split_dir: Path | None,
+    measure: bool | None,
+) -> Launch:
+    """Return the launch of the pipeline that ended in `directory` to start again, now that its manifest has a mistake.
+
+    Where that is not known any more, it raises the mistake, and answers the order with it.
+    """
+    state = directory.load()
+    try:
+        if state is None or not directory.before.exists():
+            raise mistake
+        manifest = _manifest_before(directory, Path(state.manifest).parent)
+    except (RelaylineError, OSError):
+        refuse(directory.restart, mistake.message)
+        raise mistake from None
+    return Launch(manifest, Path(state.manifest), log_flags, split_dir, measure, is_again=True)
+
+
+def _manifest_before(directory: StateDir, place: Path) -> Manifest:
+    """Return the manifest of before. `place`: where its relative paths begin."""
+    return load_manifest(directory.before).with_directory(place)
+
+
 def launch(
     to_start: Launch,
     directory: StateDir,
@@ -182,12 +209,14 @@ def launch(
     echo: Callable[[str, str], None] | None = None,
     policy: RestartPolicy | None = None,
     arguments: Sequence[str] = (),
+    failed: RelaylineError | None = None,
 ) -> bool:
     """Run a pipeline until SIGINT, SIGTERM or SIGHUP. Returns whether it is to start again, see `Again`.
 
     If it has been started again so and cannot serve, it starts as it was before. `arguments`: this process's command
-    line, `up` first; empty for a process that cannot start again by itself. Raises UsageError and StartError before
-    anything is started, StartError when a process cannot be kept alive.
+    line, `up` first; empty for a process that cannot start again by itself. `failed`: why the manifest of now cannot be
+    used, if `to_start` is `launch_before`. Raises UsageError and StartError before anything is started, StartError when
+    a process cannot be kept alive.
     """
     with directory.locked(to_start.manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         register(directory.path)
@@ -201,6 +230,8 @@ def launch(
         )
         try:
             with failures_in(file, directory):
+                if failed is not None:
+                    raise failed
                 return once(to_start)
         except RelaylineError as error:
             if not directory.before.exists():  # it was not started again, or has served since
@@ -210,7 +241,7 @@ def launch(
         refuse(directory.restart, reason)
         try:
             with failures_in(file, directory):
-                before = load_manifest(directory.before).with_directory(to_start.manifest.directory)
+                before = _manifest_before(directory, to_start.manifest.directory)
                 return once(dataclasses.replace(to_start, manifest=before, is_again=True))
         except RelaylineError as error:
             if directory.before.exists():

@@ -128,6 +128,19 @@ async def test_a_manifest_with_a_mistake_changes_nothing(swap: Swap, tmp_path: P
     assert (await asyncio.to_thread(swap.restart)).returncode == 0, "it is an order of its own"
 
 
+async def test_a_mistake_that_comes_after_the_check_brings_back_what_served_before(swap: Swap) -> None:
+    restarting = asyncio.create_task(asyncio.to_thread(swap.restart))
+    while (state := StateDir(swap.state).load()) is None or state.phase not in (Phase.DRAINING, Phase.STOPPED):
+        await pause()
+    swap.path.write_text(swap.path.read_text().replace("tokens:", "tokenz:"))
+    done = await restarting
+    assert (done.returncode, done.stdout) == (1, "")
+    error = f'swap serves as before, because it could not start again: {swap.path}:6: unknown key "tokenz"'
+    assert done.stderr.splitlines()[-1].startswith(f"relayline: error: {error}")
+    assert await model_of(swap.url) == DEMO_MODEL.stem
+    assert swap.up.process.poll() is None
+
+
 async def test_a_start_that_fails_brings_back_what_served_before(swap: Swap, tmp_path: Path) -> None:
     following = Path(shutil.copy(HYBRID_DEMO_MODEL, tmp_path / "following.gguf"))
     swap.write(following)

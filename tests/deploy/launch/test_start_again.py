@@ -26,6 +26,7 @@ from relayline.deploy.launch.again import (
     become_new,
     check_arguments,
     is_ordered,
+    placed,
     refusal,
     refuse,
 )
@@ -33,8 +34,9 @@ from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import identify, wait_ended
-from relayline.deploy.launch.run import Launch, check_while_it_runs, launch
+from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, launch_before
 from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir
+from relayline.deploy.manifest.load import ManifestError
 from relayline.deploy.manifest.smallest import smallest_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.errors import StartError, UsageError
@@ -48,6 +50,14 @@ def test_a_new_start_has_the_same_arguments_without_the_pipe_to_the_starter() ->
     assert arguments_again(detached) == ["up", "m.yaml", "--name", "chat"]
     assert check_arguments(detached) == ["up", "--check", "m.yaml", "--name", "chat"]
     assert arguments_again(["up", "m.yaml"]) == ["up", "m.yaml"]
+
+
+def test_a_new_start_keeps_its_name_and_place_whatever_its_manifest_says_then(tmp_path: Path) -> None:
+    place = ["--state-dir", str(tmp_path), "--name", "chat"]
+    once = placed(["up", "m.yaml", "--report-fd", "7"], "chat", tmp_path)
+    assert once == ["up", *place, "m.yaml"]
+    assert placed(["up", "--or-before", *once[1:]], "chat", tmp_path) == once, "it grows with no restart"
+    assert check_arguments(["up", "--or-before", *once[1:]]) == ["up", "--check", *place, "m.yaml"]
 
 
 def test_only_an_answer_is_a_refusal(tmp_path: Path) -> None:
@@ -281,6 +291,22 @@ def test_what_cannot_start_again_starts_as_it_was_before(
     assert not directory.before.exists()
 
 
+def test_a_mistake_since_the_check_starts_what_was_before(
+    restarted: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    me, mistake = identify(os.getpid()), ManifestError(["m.yaml:5: unknown key"])
+    assert me is not None
+    Board(directory, "chat", str(tmp_path / "m.yaml"), me, ())
+    before = launch_before(directory, mistake, ("--verbose",), None, False)
+    assert (before.manifest.engine.ctx_tokens, before.source, before.measure) == (OLD, tmp_path / "m.yaml", False)
+    assert not launch(before, directory, lambda _: None, arguments=["up"], failed=mistake)
+    assert Told.plans == [OLD]
+    assert refusal(directory.restart) == "m.yaml:5: unknown key"
+    with pytest.raises(ManifestError):
+        launch_before(directory, mistake, (), None, None)  # it has served since
+    assert restarted.manifest.engine.ctx_tokens == NEW
+
+
 def test_where_neither_starts_both_reasons_are_told(
     restarted: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +377,7 @@ def test_the_new_start_stays_in_the_same_process(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("RELAYLINE_DETACH", "1")
     become_new(["up", "m.yaml", "--report-fd", "6"])
-    assert [command[-2:] for command in began] == [["up", "m.yaml"]]
+    assert [command[-3:] for command in began] == [["up", "--or-before", "m.yaml"]]
     assert "RELAYLINE_DETACH" not in os.environ, "it would start another one in the background and end"
 
 

@@ -27,7 +27,7 @@ from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.common.texts import counted, whole_number
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from relayline.wire.telemetry.telemetry import Level
+from relayline.wire.telemetry.telemetry import Level, own_offset_ns
 
 FACTS = web.AppKey("page_facts", dict[str, object])  # of the page that do not come from looks
 NUMBER_DIGITS_MAX = 15
@@ -92,7 +92,7 @@ class LiveFeed:
         now_ns = time.monotonic_ns()
         self._generator, self._control = generator, control
         self._looks = StepLooks(now_ns)
-        self._view = LiveView(now_ns, time.time_ns() - now_ns, facts)
+        self._view = LiveView(now_ns, own_offset_ns(), facts)
         self._looked_ns = -(1 << 62)  # never
         self._plans: _Plans | None = None
         self._planning = asyncio.Lock()
@@ -165,6 +165,7 @@ class LiveFeed:
         observer = self._control.observer
         is_recording = observer.telemetry.level > Level.OFF
         seen = Seen(described, picture, [trip_ns for _, trip_ns in found], observer.loss, is_recording)
+        self._view.follow_clock(own_offset_ns())
         self._view.update(seen, observer.log, now_ns)
         self._looked_ns = now_ns
         self.n_looks += 1

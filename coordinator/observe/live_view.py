@@ -24,6 +24,7 @@ ANSWERS_MAX = 8  # of one look that are kept as bytes: pages that poll ask for t
 TRIPS_MAX = 6  # round trips of a stage; the shortest of them is reported
 RECENT_NS = 20_000_000_000  # since its end, in which a request may be in the steps that are shown
 LOOK_GAP_NS = 5_000_000_000  # between two looks: over a longer time the rate would not be current
+CLOCK_SET_NS = 2_000_000_000  # by which a wall clock that is only kept right does not move at once
 MS = 1e-6
 _FIELDS = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
          "waiting", "kv_tokens", "shared_requests", "prefixes", "stored_prefixes", "generated_tokens", "prompt_tokens",
@@ -71,6 +72,12 @@ class LiveView:
         self._ended: dict[int, tuple[RequestRecord, msgspec.Raw]] = {}  # lines of ended requests, by the record's id()
         self._n_gaps: dict[int, int] = {}  # times between tokens that have been looked at, of running sessions
         self._answers: dict[int, bytes] = {}  # of this look, by the look that was asked for
+
+    def follow_clock(self, unix_offset_ns: int) -> None:
+        """Take up the wall clock where it was set, or this machine has slept. Pages then begin anew."""
+        if abs(unix_offset_ns - self._unix_offset_ns) > CLOCK_SET_NS:
+            self._unix_offset_ns = unix_offset_ns
+            self._answers.clear()
 
     def update(self, seen: Seen, log: RequestLog, now_ns: int) -> None:
         """Take the next look."""

@@ -14,10 +14,12 @@ from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http import live
 from relayline.coordinator.http.live import LiveFeed
 from relayline.coordinator.observe.observer import Observer
+from relayline.wire.telemetry.telemetry import own_offset_ns
 from tests.support.fleet import Artifacts, Fleet, artifacts_fixture, fleet, prompt_of, request, tokens_of
 
 FIXTURES = (artifacts_fixture,)  # pytest finds it in the modules that name it
 N_TOKENS = 9
+HOURS_NS = 8 * 3_600 * 1_000_000_000
 
 
 async def look(feed: LiveFeed, after: int = 0) -> dict[str, Any]:
@@ -80,4 +82,7 @@ async def test_a_stage_that_is_lost_and_comes_back(artifacts: Artifacts, monkeyp
         assert min(step[1] for each in back["looks"] for step in each[4] if step[0] == 1) == 1, (
             "its counters start again"
         )
+        monkeypatch.setattr(live, "own_offset_ns", lambda: own_offset_ns() + HOURS_NS)
+        found = await look(feed)
+        assert abs(found["zero_unix_ms"] - back["zero_unix_ms"] - HOURS_NS / 1e6) < 2_000, "the clock was set meanwhile"
         await feed.close()

@@ -77,6 +77,16 @@ def test_a_page_gets_the_looks_after_its_last_one() -> None:
     assert page_of(view)["looks"][0][1:] == [0, 1000, 2, [[0, 1, 10]], {"1": "cmpl-5-0"}]
 
 
+def test_a_page_has_the_clock_of_now_where_it_was_set() -> None:
+    view = new_view()
+    assert page_of(view)["zero_unix_ms"] == 7_000
+    view.follow_clock(7 * S + 500 * MS)
+    assert page_of(view)["zero_unix_ms"] == 7_000, "a clock that is kept right makes no page begin anew"
+    for offset_ns in (28_807 * S, 3 * S):  # this machine has slept for eight hours, and then it was set back
+        view.follow_clock(offset_ns)
+        assert page_of(view)["zero_unix_ms"] == offset_ns / MS
+
+
 def test_all_parts_are_bounded() -> None:
     view, log = new_view(), RequestLog()
     for number in range(1, 2 * POINTS_MAX):

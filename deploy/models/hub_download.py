@@ -11,17 +11,21 @@ import functools
 import hashlib
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from relayline.deploy.manifest.model import HUB_SCHEME
 from relayline.deploy.models.hub_patience import Patience, is_away
 from relayline.deploy.models.hub_ranges import Located, bytes_between, locate
 from relayline.deploy.models.progress import progress_bar
 from relayline.wire.common.errors import ModelFileError
+from relayline.wire.common.units import bytes_text
 
 EXPIRED = (400, 401, 403, 410)  # statuses of a signed address that was good, from the several kinds of stores
+RESERVE_BYTES = 64 << 20  # left free besides the file, for the disk's other uses
 FRUITLESS_MAX = 2  # addresses in a row that bring no byte
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's ETag of a large file
 
@@ -32,7 +36,7 @@ def load_blob(repo: str, file: str, revision: str) -> None:
     An address may expire before all is here. Then the hub is asked for another one. Shows a bar on a terminal.
 
     Does nothing if the hub cannot be asked for the file, or refuses it: the next caller gets the reason. Raises
-    ModelFileError for other content than the hub promised, and huggingface_hub's errors.
+    ModelFileError for other content than the hub promised and for a disk without room, and huggingface_hub's errors.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -52,6 +56,8 @@ def load_blob(repo: str, file: str, revision: str) -> None:
         return
     blobs.mkdir(parents=True, exist_ok=True)
     with _partial(blobs / f"{located.etag}.relayline") as partial:
+        if not (blobs / located.etag).exists():
+            _check_room(blobs, located.size_bytes - _size_bytes(partial), f"{HUB_SCHEME}{repo}/{file}")
         n_fruitless = 0
         while not (blobs / located.etag).exists():  # another process may have downloaded it in the meantime
             n_before = _size_bytes(partial)
@@ -74,6 +80,17 @@ def _partial(path: Path) -> Iterator[BinaryIO]:
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
+
+
+def _check_room(directory: Path, missing_bytes: int, where: str) -> None:
+    """Raise ModelFileError unless what is missing fits the disk: to fill it for hours would be in vain."""
+    free_bytes = shutil.disk_usage(directory).free
+    if missing_bytes + RESERVE_BYTES > free_bytes:
+        raise ModelFileError(
+            f"{where}: needs {bytes_text(missing_bytes)} more and {bytes_text(RESERVE_BYTES)} to spare, but only "
+            f"{bytes_text(free_bytes)} are free in {directory}; free some there, or HF_HOME=DIRECTORY keeps downloads "
+            "elsewhere, and `up --download layers` keeps none"
+        )
 
 
 def _fill(partial: BinaryIO, located: Located, size_bytes: int, name: str) -> None:

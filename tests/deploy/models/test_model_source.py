@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from relayline.deploy.models.hub_choice import chosen_file, projector_among
+from relayline.deploy.models.hub_download import RESERVE_BYTES
 from relayline.deploy.models.hub_reference import HubFile, parse_reference
 from relayline.deploy.models.model_source import local_model, resolve_model, resolve_projector
 from relayline.deploy.testing.fake_hub import COMMIT, Hub, serving
@@ -155,6 +156,7 @@ def test_a_repository_is_listed_once(hub: Hub, tmp_path: Path) -> None:
     hub.files = {f"org/one/{name}": WHOLE for name in ("model.gguf", "mmproj-model.gguf")}
     program = """
 from relayline.deploy.models.hub_files import with_file
+from relayline.deploy.models.hub_download import RESERVE_BYTES
 from relayline.deploy.models.hub_reference import parse_reference
 from relayline.deploy.models.model_source import projector_of
 print(with_file(parse_reference("org/one")).file, projector_of("org/one"), projector_of("org/one@v1"))
@@ -337,6 +339,25 @@ def test_a_download_that_was_cut_short_goes_on_where_it_ended(hub: Hub, tmp_path
     assert code == 0, text
     assert Path(text).read_bytes() == body
     assert hub.ranges == [f"bytes=5000-{len(body) - 1}"]
+
+
+def test_what_does_not_fit_the_disk_is_refused_before_it_fills_it(hub: Hub, tmp_path: Path) -> None:
+    name, body = "org/repo/model.gguf", b"GGUF" + bytes(range(256)) * 64
+    hub.files[name] = body
+    blobs = tmp_path / "hub" / "models--org--repo" / "blobs"
+    blobs.mkdir(parents=True)
+    begun = blobs / f"{hashlib.sha256(body).hexdigest()}.relayline"
+    begun.write_bytes(body[:5_000])
+    free_bytes = len(body) - 5_000 + RESERVE_BYTES
+    program = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free={})\n{}"
+    full = program.format(free_bytes - 1, PROGRAM)
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=full)
+    assert code == 3
+    assert "hf://org/repo/model.gguf: needs 11.1 KiB more and 64.0 MiB to spare, but only 64.0 MiB are free in" in text
+    assert "HF_HOME=DIRECTORY keeps downloads elsewhere" in text
+    assert (hub.sent_bytes, begun.read_bytes()) == (0, body[:5_000]), "what is here stays for the next attempt"
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=program.format(free_bytes, PROGRAM))
+    assert (code, Path(text).read_bytes()) == (0, body)
 
 
 def test_a_download_outlives_its_address(hub: Hub, tmp_path: Path) -> None:

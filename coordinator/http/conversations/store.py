@@ -41,6 +41,8 @@ class Conversation:
     metadata: bytes  # JSON
     items: Mapping[str, bytes]  # id -> JSON, the first one first
     items_bytes: int
+    lineage: object = dataclasses.field(default_factory=object, repr=False, compare=False)
+    """Of one lineage, each has the items of those with fewer, and in front."""
 
     @classmethod
     def of(cls, id: str, owner: str, created: int, metadata: bytes, items: Iterable[KeptItem]) -> Self:
@@ -69,7 +71,7 @@ class Conversation:
         """Return it without an item. Raises ConversationNotFoundError."""
         n_bytes = self.items_bytes - _n_bytes(self.item(item_id))
         items = {id: item for id, item in self.items.items() if id != item_id}
-        return dataclasses.replace(self, items=items, items_bytes=n_bytes)
+        return dataclasses.replace(self, items=items, items_bytes=n_bytes, lineage=object())
 
 
 class Mirror(Protocol):

@@ -1,10 +1,12 @@
-"""Files of responses and conversations in a directory: each is one msgpack object that says its version, and is named
-after its id.
+"""Files of responses and conversations in a directory: each says its version, and is named after its id. One of a
+response is one msgpack object.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX
-from relayline.wire.common.files import replaced
+from relayline.wire.common.files import naming, replaced
 from relayline.wire.common.own_directory import OWN_FILE_MODE
 from relayline.wire.common.texts import counted, plural
 
@@ -29,7 +31,7 @@ _PARTIAL = re.compile(r"\.(resp|conv)_[0-9a-f]{48}\.[0-9a-f]{8}")
 T = TypeVar("T")
 
 
-class _BadFileError(Exception):
+class BadFileError(Exception):
     """A file that is left out; the text says why."""
 
 
@@ -46,7 +48,14 @@ class _Head(msgspec.Struct):
     id: str
 
 
-def read_all(directory: Path, kind: type[T], what: str = "response") -> Iterator[T]:
+def read(path: Path, kind: type[T]) -> T:
+    """Return what is in a file. Raises OSError, and others for one that cannot be read."""
+    return checked(path, contents(path), kind)
+
+
+def read_all(
+    directory: Path, kind: type[T], what: str = "response", reader: Callable[[Path, type[T]], T] = read
+) -> Iterator[T]:
     """Return what is in the files of a directory, the one used last first. Files that cannot be read are left out, with
     one line in the log, and those of another version with another line; `what` they hold is for people. Raises OSError.
     """
@@ -55,11 +64,11 @@ def read_all(directory: Path, kind: type[T], what: str = "response") -> Iterator
     others: list[int] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            found = read(path, kind)
+            found = reader(path, kind)
         except _OtherVersionError as error:
             others.append(error.version)
             continue
-        except (_BadFileError, msgspec.MsgspecError, UnicodeDecodeError, PermissionError) as error:
+        except (BadFileError, msgspec.MsgspecError, UnicodeDecodeError, PermissionError) as error:
             left_out.append(f"{path}: {getattr(error, 'strerror', None) or error}")
             continue
         yield found
@@ -92,6 +101,7 @@ def load(
     bounds: tuple[int, int],
     drop: Callable[[str], None],
     what: str = "response",
+    reader: Callable[[Path, type[T]], T] = read,
 ) -> list[K]:
     """Return what is made of the files in a directory, the one used last at the end. Raises OSError.
 
@@ -101,7 +111,7 @@ def load(
     remove_torn(directory)
     found: list[K] = []
     n_bytes = 0
-    for each in map(made_of, read_all(directory, kind, what)):
+    for each in map(made_of, read_all(directory, kind, what, reader)):
         n_bytes += each.n_bytes
         if len(found) >= n_max or n_bytes > bytes_max:
             drop(each.id)
@@ -110,17 +120,22 @@ def load(
     return found[::-1]
 
 
-def read(path: Path, kind: type[T]) -> T:
-    """Return what is in a file. Raises OSError, and others for one that cannot be read."""
+def contents(path: Path) -> bytes:
+    """Return a file's bytes. Raises OSError and BadFileError."""
     with path.open("rb") as file:
         data = file.read(FILE_BYTES_MAX + 1)
     if len(data) > FILE_BYTES_MAX:
-        raise _BadFileError(f"it is larger than {FILE_BYTES_MAX} bytes")
+        raise BadFileError(f"it is larger than {FILE_BYTES_MAX} bytes")
+    return data
+
+
+def checked(path: Path, data: bytes, kind: type[T]) -> T:
+    """Return what is in a file's first bytes, if it belongs there. Raises MsgspecError, BadFileError and others."""
     head = msgspec.msgpack.decode(data, type=_Head)
     if head.version != VERSION:
         raise _OtherVersionError(head.version)
     if head.id != path.name:
-        raise _BadFileError("it is not named after what it holds")
+        raise BadFileError("it is not named after what it holds")
     return msgspec.msgpack.decode(data, type=kind)
 
 
@@ -164,6 +179,20 @@ def write(path: Path, pieces: Iterable[bytes]) -> None:
     with replaced(path, OWN_FILE_MODE) as file:
         for piece in pieces:
             file.write(piece)
+
+
+def append(path: Path, data: bytes, *, waits: bool = False, bytes_max: int = FILE_BYTES_MAX) -> int:
+    """Add to a file, or make it; return its size, then. `waits`: for the disk. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    with naming(path), os.fdopen(os.open(path, flags, OWN_FILE_MODE), "wb", buffering=0) as file:
+        n_bytes = os.fstat(file.fileno()).st_size + len(data)
+        if n_bytes > bytes_max:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if waits:
+            os.fsync(file.fileno())
+    return n_bytes
 
 
 def remove_torn(directory: Path, suffixes: Collection[str] = ()) -> None:

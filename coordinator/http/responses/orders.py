@@ -23,6 +23,7 @@ from relayline.coordinator.http.responses.items import KeptItem
 from relayline.coordinator.http.responses.kept_files import (
     FILE_BYTES_MAX,
     VERSION,
+    append,
     in_pieces,
     read,
     read_all,
@@ -36,8 +37,6 @@ from relayline.wire.common.bounds import (
     UNFINISHED_RESPONSES_BYTES_MAX,
 )
 from relayline.wire.common.errors import OverloadedError
-from relayline.wire.common.files import naming
-from relayline.wire.common.own_directory import OWN_FILE_MODE
 
 _TOKENS, _STARTS = ".tokens", ".starts"
 _LENGTH_BYTES = 4  # before each record
@@ -186,11 +185,11 @@ class OrderFiles:
         record = len(data).to_bytes(_LENGTH_BYTES) + data
         if self._answers.sum() + len(record) > UNFINISHED_ANSWERS_BYTES_MAX:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        self._answers.put(id, _append(self._tokens(id), record, bytes_max=SAID_BYTES_MAX))
+        self._answers.put(id, append(self._tokens(id), record, bytes_max=SAID_BYTES_MAX))
 
     def started(self, id: str) -> None:
         """Note that it is asked for again now. Raises OSError."""
-        _append(self._starts(id), b".", waits=True)
+        append(self._starts(id), b".", waits=True)
 
     def left(self, ids: Iterable[str]) -> None:
         """The coordinator ends in order, and it was not for these. Raises OSError."""
@@ -228,20 +227,6 @@ def _records(file: BinaryIO, n_bytes: int) -> tuple[list[TokenEvent], int]:
             events.append(msgspec.structs.replace(event, n_cached=each.n_cached) if each.n_cached else event)
         at = end
     return events, at
-
-
-def _append(path: Path, data: bytes, *, waits: bool = False, bytes_max: int = FILE_BYTES_MAX) -> int:
-    """Return the size of the file, then."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    with naming(path), os.fdopen(os.open(path, flags, OWN_FILE_MODE), "wb", buffering=0) as file:
-        n_bytes = os.fstat(file.fileno()).st_size + len(data)
-        if n_bytes > bytes_max:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        if file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if waits:
-            os.fsync(file.fileno())
-    return n_bytes
 
 
 def _size(path: Path) -> int:

@@ -7,12 +7,14 @@
 * `work/ID.room`: disk that a batch holds, and gives back before its end is written. Its own answers may fill the disk.
 * `lock`: held by the coordinator that uses the directory.
 
-Everything here blocks: call it in a thread, one call at a time. Times are Unix seconds and come as arguments.
+A .json that cannot be read is left out and stays, with what it may be of: one damaged file keeps no pipeline from
+serving. Everything here blocks: call it in a thread, one call at a time. Times are Unix seconds and come as arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -25,9 +27,11 @@ import msgspec
 
 from relayline.coordinator.batches.message_lines import is_unasked
 from relayline.coordinator.batches.output_file import OutputFile, count_lines
-from relayline.wire.common.errors import UsageError
 from relayline.wire.common.files import naming, write_file
 from relayline.wire.common.own_directory import OWN_FILE_MODE, OwnDirectory
+from relayline.wire.common.texts import counted, plural
+
+log = logging.getLogger("relayline.batches")
 
 FILES, BATCHES, WORK = "files", "batches", "work"
 _NAMES = {FILES: "file-*.json", BATCHES: "*batch_*.json"}
@@ -221,10 +225,12 @@ class BatchStore:
                 batch.n_unasked = sum(map(is_unasked, lines))
 
     def _load(self) -> None:
-        known = {batch.id: batch for batch in self._read(BATCHES, StoredBatch)}
+        left_out: dict[Path, str] = {}
+        known = {batch.id: batch for batch in self._read(BATCHES, StoredBatch, left_out)}
+        has_all = not left_out  # else nobody knows whose output a file is
         for batch in sorted(known.values(), key=_age):
             self._shelve_batch(batch)
-        for file in sorted(self._read(FILES, StoredFile), key=_age):
+        for file in sorted(self._read(FILES, StoredFile, left_out), key=_age):
             self._shelve_file(file)
         for batch in self.unended.values():
             self._count(batch)
@@ -232,11 +238,19 @@ class BatchStore:
         for path in (*(self.directory / FILES).iterdir(), *(self.directory / BATCHES).iterdir()):
             is_ours = _OWN.fullmatch(path.name) and path.is_file() and not path.is_symlink()
             name = path.name.removesuffix(".json")
-            if is_ours and name not in self.files and name not in awaited:
+            is_left_out = not has_all or self._meta(FILES, name) in left_out
+            if is_ours and name not in self.files and name not in awaited and not is_left_out:
                 path.unlink()  # a torn upload; what somebody else keeps here stays
         for path in (self.directory / WORK).iterdir():
             if (found := _ROOM.fullmatch(path.name)) and found[1] not in self.unended:
                 path.unlink()  # of a batch that was not kept, or that has ended
+        if left_out:
+            n, (path, why) = len(left_out), next(iter(left_out.items()))
+            text = "%s cannot be read and %s left out, the first is %s: %s. Restore %s, or remove %s"
+            them = plural(n, "it", "them")
+            log.warning(
+                text, counted(n, "batch or file", "batches or files"), plural(n, "is", "are"), path, why, them, them
+            )
 
     def _count(self, batch: StoredBatch) -> None:
         """Take the counts of a batch from its answers so far. Those in its .json are of its last change of state."""
@@ -267,17 +281,20 @@ class BatchStore:
         else:
             self.unended[batch.id] = batch
 
-    def _read(self, part: str, kind: type[Any]) -> Iterator[Any]:
+    def _read(self, part: str, kind: type[Any], left_out: dict[Path, str]) -> Iterator[Any]:
+        """Yield what can be read; why the rest cannot goes to `left_out`. Raises OSError."""
         for path in sorted((self.directory / part).glob(_NAMES[part])):
             with naming(path), path.open("rb") as file:
                 text = file.read(META_BYTES_MAX + 1)
             try:
                 found = msgspec.json.decode(text, type=kind)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise UsageError(f"{path} cannot be read: {error}; remove it, or give another directory") from None
-            if self._meta(part, found.id) != path:
-                raise UsageError(f"{path} is not named after what it holds; remove it, or give another directory")
-            yield found
+                left_out[path] = str(error)
+                continue
+            if self._meta(part, found.id) == path:
+                yield found
+            else:
+                left_out[path] = "it is not named after what it holds"
 
     def _room(self, batch_id: str) -> Path:
         return self.directory / WORK / f"{batch_id}.room"

@@ -16,7 +16,7 @@ from relayline.deploy.cli.console_http import fetch
 from relayline.deploy.launch.board import unlike_manifest
 from relayline.deploy.launch.context import with_running_context
 from relayline.deploy.launch.control import Launched, key_of
-from relayline.deploy.launch.gateway.change import OTHERS_SERVE, GatewayDifference, difference
+from relayline.deploy.launch.gateway.change import AS_BEFORE, OTHERS_SERVE, GatewayDifference, difference
 from relayline.deploy.launch.gateway.plan import stages_of
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
@@ -34,7 +34,7 @@ from relayline.wire.common.phase import HostState, Phase
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.gateway.plan import GatewayPlan
-    from relayline.deploy.launch.state import StateDir
+    from relayline.deploy.launch.state import ProcessRecord, StateDir
     from relayline.deploy.manifest.gateway import Member
 
 LOOK_EVERY_S = 0.3
@@ -166,12 +166,10 @@ def change(
     asyncio.run(_until_changed(plan, launched, new, as_json=as_json))
     after = directory.load()
     records = {record.name: record for record in (after.processes if after is not None else ())}
-    why = [
-        record.detail
-        for name in new
-        if (record := records.get(f"{plan.name}-{name}")) is not None and record.state is HostState.FAILED
-    ]
-    behind = [name for name in new if (record := records.get(f"{plan.name}-{name}")) is not None and record.is_behind]
+    found = {name: record for name in new if (record := records.get(f"{plan.name}-{name}")) is not None}
+    why = [each.detail for each in found.values() if each.state is HostState.FAILED]
+    why += [f"{each.name} {each.detail}" for each in found.values() if _is_as_before(each)]
+    behind = [name for name, each in found.items() if each.is_behind and not _is_as_before(each)]
     if why or behind:
         left = f"; {', '.join(behind)}: not changed, because another one did not come up" if behind else ""
         raise StartError(f"{'; '.join(why)}{left}. {OTHERS_SERVE}".lstrip("; "))
@@ -182,6 +180,10 @@ def change(
         click.echo(json.dumps({"event": "changed", "name": plan.name, "restarted": list(again)}))
     elif differs.changes_members:
         click.echo(f"{plan.name}: {differs.words}")
+
+
+def _is_as_before(record: ProcessRecord) -> bool:
+    return record.is_behind and record.detail.startswith(AS_BEFORE)
 
 
 async def _until_changed(plan: GatewayPlan, launched: Launched, new: Sequence[str], *, as_json: bool) -> None:
@@ -205,7 +207,8 @@ def _tell_serving(directory: StateDir, names: Collection[str], pids: dict[str, i
     """Print, once, each pipeline that serves in a new process. `pids`: of the processes so far, which is changed."""
     state = directory.load()
     for record in state.processes if state is not None else ():
-        if record.name in names and record.state is HostState.READY and record.pid != pids.get(record.name):
+        is_new = record.name in names and record.pid != pids.get(record.name)
+        if is_new and record.state is HostState.READY and not _is_as_before(record):
             pids[record.name] = record.pid
             click.echo(f"{record.name} serves")
 

@@ -40,8 +40,8 @@ def restart_command(name: str | None, pipelines: tuple[str, ...], as_json: bool,
 
     NAME may be a gateway. Then the PIPELINES behind it that `up` started, or all, start again one after the other. Each
     gets no new requests, ends its running ones, and starts again. When it serves, the next one follows. So replicas
-    answer throughout. The clients of a pipeline without a replica get 503 until it serves again. If one does not come
-    up, those behind it are left as they are.
+    answer throughout. The clients of a pipeline without a replica get 503 until it serves again. If one cannot start,
+    it starts as it was before, and the next ones are left as they are.
     """
     from relayline.deploy.launch.control import find
     from relayline.deploy.manifest.gateway import is_gateway

@@ -17,13 +17,15 @@ from relayline.deploy.launch.gateway.beside import read_beside
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.prepare import named, override, with_hub_model
-from relayline.deploy.launch.run import Launch
+from relayline.deploy.launch.run import Launch, before_of
+from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest, with_stages
 from relayline.deploy.models.hollow import hollow_model
 from relayline.deploy.models.model_source import is_on_hub, resolve_model
+from relayline.wire.common.errors import RelaylineError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +62,31 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     manifest = with_usual_context(
         manifest, opened, given["state_dir"], ends_first=given["check"], beside=beside or ALONE
     )
-    return Launch(manifest, found.source, log_flags, given["split_dir"], given["measure"], is_again)
+    return _launch(manifest, found.source, given, log_flags, is_again=is_again)
+
+
+def launch_before(
+    given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...], mistake: RelaylineError
+) -> Launch:
+    """Return the launch of what served before, now that there is a mistake in its source. Raises as `before_of`."""
+    manifest, source = before_of(StateDir(given["state_dir"]), mistake)
+    manifest = override(manifest, changes_of({"http": changed["http"]}) if "http" in changed else {})
+    return _launch(manifest, source, given, log_flags, is_again=True)
+
+
+def _launch(
+    manifest: Manifest, source: Path, given: dict[str, Any], log_flags: tuple[str, ...], *, is_again: bool
+) -> Launch:
+    return Launch(
+        manifest,
+        source,
+        log_flags,
+        given["split_dir"],
+        given["measure"],
+        is_again,
+        or_before=given["or_before"],
+        is_behind=bool(given["change"]),
+    )
 
 
 def _of_manifest(path: Path, given: dict[str, Any], changes: dict[str, Any], *, is_again: bool) -> _Named:

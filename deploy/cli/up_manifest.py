@@ -13,12 +13,12 @@ from relayline.deploy.cli.apply import applied
 from relayline.deploy.cli.options import http_tls_from
 from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
 from relayline.deploy.cli.up_gateway import up_gateway
-from relayline.deploy.cli.up_launch import launch_of
+from relayline.deploy.cli.up_launch import launch_before, launch_of
 from relayline.deploy.launch.again import become_new, placed
 from relayline.deploy.launch.detach import reporting, start_detached
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
-from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, launch_before, ready_to_start
+from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import gateway_of
 from relayline.deploy.launch.tell import line_of
@@ -79,8 +79,7 @@ def _to_start(
         if not given["or_before"]:
             raise
         mistake = error if isinstance(error, RelaylineError) else StartError(file_error_text(error))
-        place = StateDir(given["state_dir"])
-        return launch_before(place, mistake, log_flags, given["split_dir"], given["measure"]), mistake
+        return launch_before(given, changed, log_flags, mistake), mistake
 
 
 def _detach(to_start: Launch, directory: StateDir, given: dict[str, Any]) -> None:

@@ -87,10 +87,13 @@ def is_ordered(path: Path) -> bool:
     return path.exists() and not refusal(path)
 
 
-def forget_ended(directory: StateDir, last: LaunchState | None) -> None:
-    """Remove an order, and the manifest of before, where they are those of another process than this one."""
+def forget_ended(directory: StateDir, last: LaunchState | None, *, but_before: bool = False) -> None:
+    """Remove an order, and the manifest of before, where they are those of another process than this one.
+
+    `but_before`: this one is in the place of that process, and wants its manifest.
+    """
     if last is not None and last.supervisor != identify(os.getpid()):
-        for left in (directory.restart, directory.before):
+        for left in (directory.restart, *(() if but_before else (directory.before,))):
             left.unlink(missing_ok=True)
 
 

@@ -28,6 +28,7 @@ from relayline.deploy.launch.prepare import (
     check_fits,
     check_named_model,
     find_model,
+    override,
     planned_cuts,
     prepare,
     settled,
@@ -63,6 +64,10 @@ class Launch:
     """Whether hosts are surveyed before there is a plan: True, False, or None as is sensible."""
     is_again: bool = False
     """Whether this was checked just now, by the command that starts this one in the background."""
+    or_before: bool = False
+    """Whether a start that fails starts what served before."""
+    is_behind: bool = False
+    """Whether a gateway runs it, which may start another process in its place: that one finds what served before."""
 
     @property
     def split(self) -> Split | None:
@@ -174,26 +179,19 @@ def write_settled(manifest: Manifest, path: Path) -> None:
     write_again(path, text.encode() + b"\n")
 
 
-def launch_before(
-    directory: StateDir,
-    mistake: RelaylineError,
-    log_flags: tuple[str, ...],
-    split_dir: Path | None,
-    measure: bool | None,
-) -> Launch:
-    """Return the launch of the pipeline that ended in `directory` to start again, now that its manifest has a mistake.
+def before_of(directory: StateDir, mistake: RelaylineError) -> tuple[Manifest, Path]:
+    """Return the manifest of what served in `directory`, and its source, now that there is a mistake in the source.
 
-    Where that is not known any more, it raises the mistake, and answers the order with it.
+    Where that is not known any more, it raises the mistake, and answers the order to start again with it.
     """
     state = directory.load()
     try:
         if state is None or not directory.before.exists():
             raise mistake
-        manifest = _manifest_before(directory, Path(state.manifest).parent)
+        return _manifest_before(directory, Path(state.manifest).parent), Path(state.manifest)
     except (RelaylineError, OSError):
         refuse(directory.restart, mistake.message)
         raise mistake from None
-    return Launch(manifest, Path(state.manifest), log_flags, split_dir, measure, is_again=True)
 
 
 def _manifest_before(directory: StateDir, place: Path) -> Manifest:
@@ -215,8 +213,8 @@ def launch(
 
     If it has been started again so and cannot serve, it starts as it was before. `arguments`: this process's command
     line, `up` first; empty for a process that cannot start again by itself. `failed`: why the manifest of now cannot be
-    used, if `to_start` is `launch_before`. Raises UsageError and StartError before anything is started, StartError when
-    a process cannot be kept alive.
+    used, if `to_start` is what served before. Raises UsageError and StartError before anything is started, StartError
+    when a process cannot be kept alive.
     """
     with directory.locked(to_start.manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         register(directory.path)
@@ -224,9 +222,16 @@ def launch(
         n_ended = end_leftovers(last)
         if n_ended or (last is not None and not last.phase.has_ended):
             log.warning("the last run did not end properly; %d of its processes were still running", n_ended)
-        forget_ended(directory, last)
+        forget_ended(directory, last, but_before=to_start.or_before)
+        has_served = False
+
+        def tell(event: dict[str, Any]) -> None:
+            nonlocal has_served
+            has_served = has_served or event["event"] == "ready"
+            emit(event)
+
         once = functools.partial(
-            _launch_once, directory=directory, emit=emit, echo=echo, policy=policy, arguments=arguments
+            _launch_once, directory=directory, emit=tell, echo=echo, policy=policy, arguments=arguments
         )
         try:
             with failures_in(file, directory):
@@ -234,19 +239,26 @@ def launch(
                     raise failed
                 return once(to_start)
         except RelaylineError as error:
-            if not directory.before.exists():  # it was not started again, or has served since
+            if has_served or not directory.before.exists():  # or it was not started again
                 raise
             reason = error.message
         log.warning("the new start failed, so the pipeline starts as it was before: %s", reason)
         refuse(directory.restart, reason)
         try:
             with failures_in(file, directory):
-                before = _manifest_before(directory, to_start.manifest.directory)
-                return once(dataclasses.replace(to_start, manifest=before, is_again=True))
+                return once(_as_before(to_start, directory), why_as_before=reason)
         except RelaylineError as error:
-            if directory.before.exists():
+            if not has_served:
                 refuse(directory.restart, f"{reason}; nor does it as it was before: {error.message}")
             raise
+
+
+def _as_before(to_start: Launch, directory: StateDir) -> Launch:
+    """Return the launch with the manifest of before."""
+    before = _manifest_before(directory, to_start.manifest.directory)
+    if to_start.is_behind:  # the gateway looks for it where it was to listen now
+        before = override(before, {"coordinator.http.port": to_start.manifest.spec.coordinator.http.port})
+    return dataclasses.replace(to_start, manifest=before, is_again=True)
 
 
 def _launch_once(
@@ -257,15 +269,23 @@ def _launch_once(
     echo: Callable[[str, str], None] | None,
     policy: RestartPolicy | None,
     arguments: Sequence[str],
+    why_as_before: str = "",
 ) -> bool:
-    """As `launch`, in a locked directory that is ready, with this manifest alone."""
+    """As `launch`, in a locked directory that is ready, with this manifest alone.
+
+    `why_as_before`: why it is that of before; whoever hears that it is ready hears this, too.
+    """
     from relayline.wire.common.process import run
 
     again = Again(directory, arguments)
 
     def tell(event: dict[str, Any]) -> None:
         if event["event"] == "ready":
-            directory.before.unlink(missing_ok=True)
+            event |= {"as_before": why_as_before} if why_as_before else {}
+            if to_start.is_behind:
+                _keep_before(to_start.manifest, directory)
+            else:
+                directory.before.unlink(missing_ok=True)
         emit(event)
 
     async def main(stopping: asyncio.Event) -> bool:
@@ -302,7 +322,7 @@ def _launch_once(
 
 
 def _keep_before(manifest: Manifest, directory: StateDir) -> None:
-    """Keep the manifest of a pipeline that has ended to start again, for a new start that fails."""
+    """Keep the manifest of a pipeline that is to start again, for a new start that fails."""
     try:
         write_settled(manifest, directory.before)
     except OSError as error:

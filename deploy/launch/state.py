@@ -10,7 +10,8 @@ has a file for each pipeline that was given another directory. It holds:
 * `plan.json`: who got which layers and why.
 * `more.json`: the manifest with stages that were added while it served.
 * `restart.json`: the order to start again; of a gateway, its pipelines that are to, one after the other.
-* `before.json`: the manifest until that order, as flags changed it. It goes once the new start serves.
+* `before.json`: the manifest until that order, as flags changed it. It goes once the new start serves. Behind a gateway
+  it is the manifest of what served last, since another process may take its place.
 * `keys`: of a gateway, where its file of API keys is.
 * `tls/`: material of a manifest that needs TLS and names no directory.
 * `join/`: join tokens that the launcher made.

@@ -92,11 +92,14 @@ async def test_replicas_take_a_changed_manifest_one_after_the_other(tmp_path: Pa
                 assert [await context_of(session, name) for name in ("chat", "chat-2")] == [256, 256]
                 assert "house-chat-2: context.tokens: 512 -> 256: starts it again" in done.stdout
                 assert done.stdout.index("house-chat serves") < done.stdout.index("house-chat-2 serves")
-                # A replica that does not come up again ends it; the other one stays as it is.
+                # A replica that does not come up again serves as before; the other one stays as it is.
                 (tmp_path / "chat.yaml").write_text(manifest(1_048_576, lanes=255))
                 failed = await asyncio.to_thread(relayline, *again, timeout_s=150)
                 assert failed.returncode == 1
                 assert "chat-2: not changed, because another one did not come up" in failed.stderr
+                assert "house-chat serves as before, because it could not start again: " in failed.stderr
+                assert "house-chat serves\n" not in failed.stdout
+                assert await context_of(session, "chat") == 256
                 left = (await processes(state))["house-chat-2"]
                 assert (left["pid"], left["state"]) == (after["house-chat-2"], "ready")
                 assert "runs as before the last change" in left["detail"]

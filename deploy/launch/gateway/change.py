@@ -15,6 +15,7 @@ from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest, Member
 from relayline.wire.common.errors import RelaylineError
 
+AS_BEFORE = "serves as before, because it could not start again: "  # begins the detail of such a pipeline
 OTHERS_SERVE = "The other pipelines serve; mend it and run `up` again"
 
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
+from relayline.deploy.launch.again import OR_BEFORE
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child, started
-from relayline.deploy.launch.gateway.change import OTHERS_SERVE, difference, join_ports, restarting
+from relayline.deploy.launch.gateway.change import AS_BEFORE, OTHERS_SERVE, difference, join_ports, restarting
 from relayline.deploy.launch.gateway.plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.process_id import identify
@@ -193,10 +194,11 @@ class Keeper:
     async def _renew(self, served: ServedGateway, planned: MemberPlan) -> bool:
         """Take a pipeline behind the gateway, in the place of one of the same name if there is one.
 
-        Returns whether it takes requests.
+        Returns whether it takes requests. If it cannot start, the one in whose place it is starts as it was before.
         """
         name = planned.backend.name
-        if planned.local is not None and name in self._kept:
+        is_again = name in self._kept
+        if planned.local is not None and is_again:
             self.board.set_process(planned.local.name, detail=LEAVES)
         await served.add(planned.backend)
         await self._retire(served, name)
@@ -205,8 +207,8 @@ class Keeper:
             return True
         self.board.set_process(planned.local.name, is_behind=False)
         with contextlib.suppress(StartError):  # the board says why
-            await self._begin(planned.local, at_start=False)
-            return await served.until_ready(name)
+            event = await self._begin(planned.local, at_start=False, is_again=is_again)
+            return await served.until_ready(name) and "as_before" not in event
         served.leave(name)
         await self._retire(served, name, is_failed=True)
         return False
@@ -229,9 +231,16 @@ class Keeper:
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, pipeline: LocalPipeline, *, at_start: bool) -> asyncio.Future[dict[str, Any]]:
-        """Start a pipeline and keep it alive; the future is done when it serves for the first time, or cannot."""
+    def _begin(
+        self, pipeline: LocalPipeline, *, at_start: bool, is_again: bool = False
+    ) -> asyncio.Future[dict[str, Any]]:
+        """Start a pipeline and keep it alive; the future is done when it serves for the first time, or cannot.
+
+        `is_again`: it ran until now, and does so again as it was before if it cannot start.
+        """
         kept = _Kept(pipeline.member, self._child(pipeline), asyncio.get_running_loop().create_future(), at_start)
+        if is_again:
+            kept.child.arguments = _or_before(kept.child.arguments)
         self._kept[pipeline.member] = kept
         kept.task = asyncio.create_task(self._guarded(kept))
         return kept.first
@@ -285,6 +294,7 @@ class Keeper:
             if delay_s is None:
                 self._give_up(kept, StartError(history.ended_because(cause) if kept.first.done() else cause))
                 return
+            child.arguments = _or_before(child.arguments)  # its manifest may have a mistake by now
             n_restarts = self.board[child.name].n_restarts + 1
             self.board.note_end(child.name, HostState.RESTARTING, detail=cause, n_restarts=n_restarts)
             log.warning("%s; starting it again in %.1f s", cause, delay_s)
@@ -303,8 +313,13 @@ class Keeper:
         return None
 
     def _serves(self, kept: _Kept, event: dict[str, Any]) -> None:
-        child = kept.child
-        self.board.set_process(child.name, state=HostState.READY, address=event["url"], detail="")
+        child, reason = kept.child, event.get("as_before", "")
+        if reason:
+            log.warning("%s %s%s", child.name, AS_BEFORE, reason)
+        detail = f"{AS_BEFORE}{reason}" if reason else ""
+        self.board.set_process(
+            child.name, state=HostState.READY, address=event["url"], detail=detail, is_behind=bool(reason)
+        )
         facts = {"event": "process", "name": child.name, "role": "pipeline", "pid": child.pid,
                  "address": event["url"], "restarts": self.board[child.name].n_restarts}  # fmt: skip
         # While clients are served nobody has to read it, as after the end of a pager or of `tee`.
@@ -331,6 +346,10 @@ class Keeper:
 
 def _record(pipeline: LocalPipeline) -> ProcessRecord:
     return ProcessRecord(pipeline.name, "pipeline", "localhost", HostState.WAITING)
+
+
+def _or_before(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    return arguments if OR_BEFORE in arguments else (*arguments, OR_BEFORE)
 
 
 def _again_words(members: Sequence[Member]) -> str:

@@ -17,7 +17,14 @@ from rich.console import Console
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame
 from relayline.deploy.cli.unequal import gateway_lines
 from relayline.deploy.launch.board import unlike_manifest
-from relayline.deploy.launch.gateway.change import OTHERS_SERVE, GatewayDifference, difference, join_ports, restarting
+from relayline.deploy.launch.gateway.change import (
+    AS_BEFORE,
+    OTHERS_SERVE,
+    GatewayDifference,
+    difference,
+    join_ports,
+    restarting,
+)
 from relayline.deploy.launch.gateway.keeper import Keeper, _Kept
 from relayline.deploy.launch.gateway.plan import Started, plan_members
 from relayline.deploy.launch.prepare import override
@@ -194,6 +201,52 @@ async def test_a_pipeline_that_cannot_start_leaves_the_others_alone_from_the_fir
     answers["one"] = StartError("one: no such file")
     with pytest.raises(StartError, match="bad: no such file"):
         await keeper._begin_all()
+
+
+@pytest.mark.parametrize("was_running", [True, False])
+async def test_a_pipeline_that_starts_as_it_was_before_ends_a_roll(was_running: bool) -> None:
+    keeper: Any = Keeper.__new__(Keeper)
+    keeper.board, keeper._retire, keeper._kept = mock.MagicMock(), mock.AsyncMock(), {"a": 1} if was_running else {}
+    served = mock.Mock(add=mock.AsyncMock(), until_ready=mock.AsyncMock(return_value=True))
+    keeper._begin = mock.AsyncMock(return_value={"url": "http://h:1", "as_before": "too large"})
+    planned: Any = SimpleNamespace(backend=SimpleNamespace(name="a"), local=SimpleNamespace(name="house-a"))
+    assert not await keeper._renew(served, planned)
+    keeper._begin.assert_awaited_once_with(planned.local, at_start=False, is_again=was_running)
+    keeper._begin.return_value = {"url": "http://h:1"}
+    assert await keeper._renew(served, planned)
+
+
+async def test_what_serves_as_before_differs_from_its_manifest() -> None:
+    first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    kept: Any = SimpleNamespace(child=SimpleNamespace(name="one", pid=1), first=first, at_start=False)
+    keeper: Any = SimpleNamespace(board=mock.MagicMock(), _emit=mock.Mock())
+    facts = {"state": HostState.READY, "address": "http://h:1"}
+    Keeper._serves(keeper, kept, {"url": "http://h:1", "as_before": "too large"})
+    keeper.board.set_process.assert_called_with("one", **facts, detail=f"{AS_BEFORE}too large", is_behind=True)
+    Keeper._serves(keeper, kept, {"url": "http://h:1"})
+    keeper.board.set_process.assert_called_with("one", **facts, detail="", is_behind=False)
+
+
+async def test_a_pipeline_that_dies_starts_as_it_was_if_its_manifest_has_a_mistake_by_then() -> None:
+    keeper: Any = Keeper.__new__(Keeper)
+    keeper.board, keeper._stopping, keeper._serves = mock.MagicMock(), asyncio.Event(), mock.Mock()
+    first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    first.set_result({})
+    child = mock.MagicMock(arguments=("up", "chat.yaml"), exited=asyncio.Event(), exit_code=-9)
+    child.exited.set()
+    kept = _Kept("one", child, first, at_start=True)
+    begun: list[tuple[str, ...]] = []
+
+    async def started(_: _Kept) -> dict[str, Any]:
+        begun.append(child.arguments)
+        if len(begun) == 3:
+            kept.ending.set()
+        return {}
+
+    keeper._started = started
+    with mock.patch("relayline.deploy.launch.gateway.keeper.RestartHistory.died", return_value=0.0):
+        await keeper._keep(kept)
+    assert begun == [("up", "chat.yaml"), *[("up", "chat.yaml", "--or-before")] * 2]
 
 
 async def test_a_pipeline_that_waits_to_start_again_is_removed_at_once() -> None:

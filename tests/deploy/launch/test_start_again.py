@@ -34,9 +34,10 @@ from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import identify, wait_ended
-from relayline.deploy.launch.run import Launch, check_while_it_runs, launch, launch_before
+from relayline.deploy.launch.run import Launch, before_of, check_while_it_runs, launch
 from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir
-from relayline.deploy.manifest.load import ManifestError
+from relayline.deploy.machine.ports import free_port
+from relayline.deploy.manifest.load import ManifestError, load_manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.errors import StartError, UsageError
@@ -292,19 +293,41 @@ def test_what_cannot_start_again_starts_as_it_was_before(
 
 
 def test_a_mistake_since_the_check_starts_what_was_before(
-    restarted: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    restarted: Launch, directory: StateDir, tmp_path: Path
 ) -> None:
     me, mistake = identify(os.getpid()), ManifestError(["m.yaml:5: unknown key"])
     assert me is not None
     Board(directory, "chat", str(tmp_path / "m.yaml"), me, ())
-    before = launch_before(directory, mistake, ("--verbose",), None, False)
-    assert (before.manifest.engine.ctx_tokens, before.source, before.measure) == (OLD, tmp_path / "m.yaml", False)
+    manifest, source = before_of(directory, mistake)
+    assert (manifest.engine.ctx_tokens, source) == (OLD, tmp_path / "m.yaml")
+    before = Launch(manifest, source, or_before=True)
     assert not launch(before, directory, lambda _: None, arguments=["up"], failed=mistake)
     assert Told.plans == [OLD]
     assert refusal(directory.restart) == "m.yaml:5: unknown key"
     with pytest.raises(ManifestError):
-        launch_before(directory, mistake, (), None, None)  # it has served since
+        before_of(directory, mistake)  # it has served since
     assert restarted.manifest.engine.ctx_tokens == NEW
+
+
+def test_behind_a_gateway_another_process_starts_what_served_before(
+    restarted: Launch, directory: StateDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = identify(os.getppid())
+    assert ended is not None
+    Board(directory, "house-chat", "/nowhere/m.yaml", ended, ())
+    port = {"coordinator.http.port": free_port()}
+    moved = dataclasses.replace(restarted, manifest=override(restarted.manifest, port), is_behind=True, or_before=True)
+    monkeypatch.setattr(Told, "fails", {NEW: "too large"})
+    told: list[dict[str, str]] = []
+    for _ in range(2):  # what serves is kept for the process after this one, however this one ends
+        assert not launch(moved, directory, told.append, arguments=["up"])
+        kept = load_manifest(directory.before)
+        assert kept.engine.ctx_tokens == OLD
+        assert kept.spec.coordinator.http.port == port["coordinator.http.port"], "where the gateway looks for it now"
+    assert Told.plans == [NEW, OLD, NEW, OLD]
+    assert [event["as_before"] for event in told] == ["too large", "too large"]
+    with pytest.raises(StartError, match="too large"):  # the gateway itself has started since
+        launch(dataclasses.replace(moved, or_before=False), directory, lambda _: None, arguments=["up"])
 
 
 def test_where_neither_starts_both_reasons_are_told(

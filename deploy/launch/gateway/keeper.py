@@ -329,14 +329,16 @@ class Keeper:
             kept.first.set_result(event)
 
     def _give_up(self, kept: _Kept, error: StartError) -> None:
-        """A pipeline cannot be kept alive. One that has never served leaves the others alone."""
+        """A pipeline cannot be kept alive, which leaves the others alone. The gateway ends if none is left."""
+        log.warning("%s", error.message)
+        self.board.note_end(kept.child.name, HostState.FAILED, detail=error.message)
         if not kept.first.done():
-            log.warning("%s", error.message)
-            self.board.note_end(kept.child.name, HostState.FAILED, detail=error.message)
             kept.first.set_exception(error)
             kept.first.exception()
             return
-        self._fail(error)
+        names = [self._record_name(member.name) for member in self._plan.manifest.members()]
+        if all(self.board.has(name) and self.board[name].state is HostState.FAILED for name in names):
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         if not self._failed.done():

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame
 from relayline.deploy.cli.unequal import gateway_lines
-from relayline.deploy.launch.board import unlike_manifest
+from relayline.deploy.launch.board import Board, unlike_manifest
 from relayline.deploy.launch.gateway.change import (
     AS_BEFORE,
     OTHERS_SERVE,
@@ -28,6 +28,7 @@ from relayline.deploy.launch.gateway.change import (
 from relayline.deploy.launch.gateway.keeper import Keeper, _Kept
 from relayline.deploy.launch.gateway.plan import Started, plan_members
 from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.process_id import ProcessId
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.deploy.manifest.gateway import GatewayManifest, load_gateway, write_gateway
 from relayline.deploy.manifest.load import load_manifest
@@ -269,6 +270,25 @@ async def test_a_pipeline_that_waits_to_start_again_is_removed_at_once() -> None
             await keeper._end(kept)
     assert kept.task.done()
     assert keeper._started.await_count == 1
+
+
+async def test_the_gateway_ends_once_no_pipeline_is_left(tmp_path: Path) -> None:
+    keeper: Any = Keeper.__new__(Keeper)
+    keeper._plan = SimpleNamespace(
+        manifest=manifest(tmp_path, RUNNING.replace(", replicas: [{url: 'http://h:1'}]", ""))
+    )
+    keeper._plan.name, keeper._failed = "house", asyncio.get_running_loop().create_future()
+    records = [ProcessRecord(f"house-{name}", "pipeline", "localhost", HostState.READY) for name in "ab"]
+    keeper.board = Board(StateDir(tmp_path), "house", "house.yaml", ProcessId(1, 1), tuple(records))
+    for name in "ab":
+        assert not keeper._failed.done(), "others serve"
+        first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        first.set_result({})
+        kept: Any = SimpleNamespace(child=SimpleNamespace(name=f"house-{name}"), first=first)
+        Keeper._give_up(keeper, kept, StartError(f"house-{name} died 6 times in a row"))
+        assert keeper.board[f"house-{name}"].detail == f"house-{name} died 6 times in a row"
+    with pytest.raises(StartError, match="house-b died 6 times"):
+        keeper._failed.result()
 
 
 def test_names_states_and_counts_are_whole_at_40_columns() -> None:

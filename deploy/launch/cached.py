@@ -13,8 +13,10 @@ from pathlib import Path
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, load_pipeline
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.prepare import find_model
+from relayline.deploy.launch.state import StateDir
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.models.hub_files import headers_dir
+from relayline.deploy.models.kept_layers import kept_state
 from relayline.deploy.models.splits import split_place, splits_dir
 from relayline.stage.joining.artifact_store import cached, remove
 from relayline.wire.common.errors import RelaylineError
@@ -67,20 +69,28 @@ def _split_name(path: Path) -> str:
 
 
 def _splits_in_use() -> set[Path]:
+    """Return the splits with which the pipelines that run here began, and those to which their layers have moved."""
     found = set()
-    for manifest in _running():
+    for directory, manifest in _running():
         with contextlib.suppress(RelaylineError, OSError):
+            model = find_model(manifest)
             cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)
-            found.add(split_place(find_model(manifest), None if cuts else 1, cuts or None))
+            found.add(base := _place(model, cuts))
+            if (moved := kept_state(directory.layers, base)) is not None:
+                found.add(_place(model, moved.cuts))
     return found
 
 
-def _running() -> Iterator[Manifest]:
-    """Yield the settled manifest of each pipeline that runs here."""
+def _place(model: Path, cuts: tuple[int, ...]) -> Path:
+    return split_place(model, None if cuts else 1, cuts or None)
+
+
+def _running() -> Iterator[tuple[StateDir, Manifest]]:
+    """Yield the state and the settled manifest of each pipeline that runs here."""
     for pipeline in launched(None):
         if pipeline.is_running:
             with contextlib.suppress(RelaylineError, OSError):
-                yield load_manifest(pipeline.directory.manifest)
+                yield pipeline.directory, load_manifest(pipeline.directory.manifest)
 
 
 def kept_artifacts(cache: Path) -> list[Kept]:
@@ -115,7 +125,7 @@ def kept_downloads() -> list[Kept]:
 def _kept_headers() -> list[Kept]:
     """Return the models of the hub of which only headers are here. A pipeline that runs reads its layers by them."""
     root, found = headers_dir(), []
-    in_use = [model for pipeline in _running() if (model := pipeline.model_path) is not None]
+    in_use = [model for _, manifest in _running() if (model := manifest.model_path) is not None]
     for path in root.iterdir() if root.is_dir() else ():
         name = path.name.replace("--", "/", 1)
         state = IN_USE if any(model.is_relative_to(path) for model in in_use) else "headers"

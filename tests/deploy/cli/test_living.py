@@ -17,6 +17,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
+from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
@@ -42,6 +43,7 @@ from relayline.deploy.launch.state import (
     state_root,
 )
 from relayline.deploy.launch.tell import curl_of
+from relayline.deploy.models.kept_layers import keeper
 from relayline.deploy.models.splits import split_for, split_place
 from relayline.deploy.planning import compare
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
@@ -327,6 +329,27 @@ def test_equal_cuts_share_one_copy_and_are_listed_and_pruned(tmp_path: Path) -> 
     assert {entry["kind"]: entry["state"] for entry in listed("splits", "--clear")} == {"splits": "removed"}
     assert [entry["state"] for entry in listed("downloads", "--clear")] == ["removed"]
     assert (listed(), kept_downloads()) == ([], [])
+
+
+def test_the_split_to_which_layers_have_moved_is_in_use() -> None:
+    """Its coordinator reads a stage's layers from there whenever that starts again."""
+    base, moved = split_for(DEMO, None, (3,), None), split_for(DEMO, None, (5,), None)
+    split_for(DEMO, None, (4,), None)
+    stages = [{"name": "a", "layers": [0, 3]}, {"name": "b", "layers": [3, 8]}]
+    settled = {"apiVersion": "relayline.dev/v1alpha1", "kind": "Pipeline", "metadata": {"name": "mine"},
+               "spec": {"model": {"path": str(DEMO)}, "stages": stages}}  # fmt: skip
+    running = running_here("mine")
+    running.manifest.write_text(json.dumps(settled))
+    keep = keeper(running.layers, base)
+    assert keep is not None
+    keep(PoolState((5,), ("a", "b")))
+    states = {entry["file"]: entry["state"] for entry in listed("splits", "--clear")}
+    assert states == {
+        "relayline-demo, layers 0-2, 3-7": "kept",
+        "relayline-demo, layers 0-3, 4-7": "removed",
+        "relayline-demo, layers 0-4, 5-7": "kept",
+    }
+    assert moved.exists()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -62,7 +62,8 @@ def _dead(directory: Path) -> list[Path]:
     for path in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises for one that lives
-            if time.time() - os.fstat(file.fileno()).st_mtime > FORGOTTEN_S:
+            # A note of the future was made while the clock was wrong, and would not be forgotten for as long.
+            if abs(time.time() - os.fstat(file.fileno()).st_mtime) > FORGOTTEN_S:
                 path.unlink(missing_ok=True)
             else:
                 found.append(path)

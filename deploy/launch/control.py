@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, cast
 
+import click
 import msgspec
 
 from relayline.deploy.launch.leftovers import end_leftovers
@@ -25,6 +26,7 @@ from relayline.deploy.launch.trust import pinned, refused
 from relayline.deploy.launch.waiting import fetched_text, waits_text
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.texts import file_error_text
 
 ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for the running state; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
@@ -371,4 +373,8 @@ def end(pipeline: Launched, timeout_s: float, *, force: bool) -> None:
         gone = tuple(
             msgspec.structs.replace(record, state=HostState.STOPPED, pid=0, start_ticks=0) for record in left.processes
         )
-        pipeline.directory.store(msgspec.structs.replace(left, phase=Phase.STOPPED, processes=gone))
+        try:
+            pipeline.directory.store(msgspec.structs.replace(left, phase=Phase.STOPPED, processes=gone))
+        except OSError as error:  # as of a full disk: it has ended all the same
+            text = f"that {name} has ended cannot be noted: {file_error_text(error)}"
+            click.echo(f"relayline: warning: {text}", err=True)

@@ -1,7 +1,7 @@
 """Checks at the start of the files and directories that a coordinator writes to later: each is written to for a try.
 
 A full disk ends the start of a pipeline. It does not end one that serves: a coordinator that its supervisor starts
-again only warns of it (`may_be_full`).
+again only warns of it (`may_be_full`), and of a disk that the system has made read-only, as after an error.
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ def _try(directory: Path, what: str, may_be_full: bool) -> None:
             directory.mkdir(parents=True, exist_ok=True, mode=OWN_DIRECTORY_MODE)
         try_writing(directory)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and may_be_full:
-            log.warning("%s: %s; what is new there is lost until some is free", what, error.strerror)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if may_be_full and (is_full or error.errno in (errno.EROFS, errno.EIO)):
+            until = "some is free" if is_full else "it can be written again"
+            log.warning("%s: %s; what is new there is lost until %s", what, error.strerror, until)
             return
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full:
             raise StartError(f"{what}: {error.strerror}; free some there, or name another place") from None
         raise UsageError(f"{what}: cannot be written: {error.strerror}") from None
 

@@ -79,6 +79,17 @@ def test_a_coordinator_that_is_started_again_serves_with_a_full_disk(
     ]
 
 
+def test_a_coordinator_that_is_started_again_serves_with_a_disk_that_became_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kept_places, "try_writing", failing(errno.EROFS))
+    check_kept_files(("--keep-layers", tmp_path / "kept"), may_be_full=True)
+    what = f"--keep-layers {tmp_path}/kept: Read-only file system"
+    assert f"{what}; what is new there is lost until it can be written again" in caplog.text
+    with pytest.raises(UsageError, match="cannot be written: Read-only file system"):
+        check_kept_files(("--keep-layers", tmp_path / "kept"))
+
+
 def test_too_little_room_for_one_file_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

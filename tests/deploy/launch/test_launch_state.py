@@ -218,7 +218,7 @@ async def test_a_full_disk_ends_no_running_process_and_the_state_follows_once_th
     assert "the state is stored again" in caplog.text
 
 
-def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path) -> None:
+def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = StateDir(tmp_path / "small")
     with sleeper() as process:
         supervisor = identify(process.pid)
@@ -232,6 +232,10 @@ def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path) -> No
     assert not pipeline.is_running
     facts = describe(pipeline)
     assert (facts["phase"], facts["pid"], facts["processes"][1]["pid"]) == ("dead", None, None)
+    (directory.path / "state.partial").mkdir()  # nothing can be written there, as on a full disk
+    end(pipeline, 1, force=False)
+    assert "warning: that small has ended cannot be noted: " in capsys.readouterr().err
+    (directory.path / "state.partial").rmdir()
     end(pipeline, 1, force=False)
     left = directory.load()
     assert left is not None

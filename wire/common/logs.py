@@ -14,9 +14,11 @@ import json
 import logging
 import re
 import sys
+import time
 from typing import Any, NamedTuple
 
 from relayline.wire.common import bounds
+from relayline.wire.common.log_repeats import Repeats
 from relayline.wire.common.texts import printable
 
 _AMBIGUOUS = re.compile(r'[\s="]')  # in a value of a field
@@ -78,22 +80,38 @@ _QUOTED = re.compile(r"b?(['\"])(?:.*\1|.*)", re.DOTALL)  # from the first quote
 _QUOTE_BARE = frozenset({"InvalidURLError", "TransferEncodingError"})  # their text is what the client sent, unquoted
 
 
+_HEARS_CLIENTS = ("aiohttp.server", "relayline.http")  # loggers
+AT_WILL = {"is_at_will": True}
+"""`extra` of a line that anybody can bring about at any rate: one a minute is written of those that say the same."""
+
+
 class _ClientFaults(logging.Filter):
     """Writes one line for bytes that are no HTTP, or a body that is not in its stated encoding.
 
     That is the client's fault and needs no traceback. What the client sent is left out, because it may be an API key.
     aiohttp's exceptions are recognised by their module, because this file does not import aiohttp.
+
+    A probe that is never understood may go on for weeks. So these lines are AT_WILL.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeats = Repeats()
+
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record."""
+        """Return whether a record is written."""
         fault = record.exc_info[1] if record.exc_info else None
         if type(fault).__module__ in ("aiohttp.http_exceptions", "aiohttp.web_protocol"):
             whose = f"{record.args[0]}'s" if isinstance(record.args, tuple) and record.args else "a client's"
             record.msg, record.args = "%s request cannot be read: %s", (whose, _reason(fault))
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.exc_info = record.exc_text = None
-        return True
+        elif not getattr(record, "is_at_will", False):
+            return True
+        text = record.getMessage()
+        again = self._repeats.again(text, time.monotonic_ns())
+        record.msg, record.args = "%s%s", (text, again)
+        return again is not None
 
 
 def _reason(fault: BaseException | None) -> str:
@@ -102,9 +120,6 @@ def _reason(fault: BaseException | None) -> str:
         return type(fault).__name__
     text = _QUOTED.sub("...", " ".join(str(fault).split()).removeprefix("400, message: ")).rstrip(" ^")
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:_REASON_CHARS_MAX])
-
-
-_CLIENT_FAULTS = _ClientFaults()
 
 
 PRINTED = {"is_printed": True}
@@ -166,7 +181,10 @@ def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     for chatty in ("grpc", "asyncio", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    logging.getLogger("aiohttp.server").addFilter(_CLIENT_FAULTS)  # once, however often
+    client_faults = _ClientFaults()
+    for name in _HEARS_CLIENTS:
+        filters = logging.getLogger(name).filters
+        filters[:] = [*(each for each in filters if not isinstance(each, _ClientFaults)), client_faults]
 
 
 def is_json() -> bool:

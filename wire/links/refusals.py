@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import ipaddress
 import urllib.parse
-from collections import OrderedDict
 
-QUIET_NS = 60 * 1_000_000_000  # between two lines about the same host and reason
-HOSTS_MAX = 256  # hosts and reasons remembered for that; the one longest silent is forgotten first
+from relayline.wire.common.log_repeats import Repeats
 
 # A refused relayline client reports the reason of its refusal, because TLS keeps it from the gRPC server that refused.
 # The reason travels where both ends can read it without agreed keys: in the ALPN list of one more ClientHello, or as a
@@ -63,32 +60,20 @@ CLIENT_REASONS: dict[Reason, str] = {
 }
 
 
-@dataclasses.dataclass(slots=True)
-class _Logged:
-    at_ns: int
-    n_skipped: int = 0
-
-
 class RefusalLog:
     """Which refusals get a line: the first of its kind per host, then one a minute with the number left out."""
 
     def __init__(self) -> None:
-        self._logged: OrderedDict[tuple[str, Reason], _Logged] = OrderedDict()
+        self._repeats = Repeats()
 
     def line(self, now_ns: int, who: str, host: str, reason: Reason, detail: str = "") -> str | None:
         """Return the line for a refusal at `now_ns` (monotonic) by `who`, None if the same line was logged just now.
 
         `detail` is appended; the refused host must not be able to choose its text freely.
         """
-        logged = self._logged.get((host, reason))
-        if logged is not None and now_ns - logged.at_ns < QUIET_NS:
-            logged.n_skipped += 1
+        again = self._repeats.again((host, reason), now_ns)
+        if again is None:
             return None
-        again = f" ({logged.n_skipped} more since the last line)" if logged is not None and logged.n_skipped else ""
-        self._logged[host, reason] = _Logged(now_ns)
-        self._logged.move_to_end((host, reason))
-        while len(self._logged) > HOSTS_MAX:
-            self._logged.popitem(last=False)
         what = "got no call from" if reason is Reason.UNKNOWN else "refused"
         in_brackets = f" ({detail})" if detail else ""
         return f"{who} {what} {host}: {CLIENT_REASONS[reason]}{in_brackets}{again}"

@@ -16,6 +16,7 @@ from relayline.coordinator.http.edge.record import note_failure
 from relayline.coordinator.http.edge.sse import ClientGoneError
 from relayline.coordinator.observe.tracing import CLIENT_GONE
 from relayline.wire.common.errors import InternalError, RelaylineError, http_status
+from relayline.wire.common.logs import AT_WILL
 
 log = logging.getLogger("relayline.http")
 
@@ -64,7 +65,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except HttpRefusal as refusal:
         if refusal.status == 400:
-            log.warning("%s's request cannot be read: %s", request.remote, refusal)
+            log.warning("%s's request cannot be read: %s", request.remote, refusal, extra=AT_WILL)
         return refused(refusal)
     except RelaylineError as error:
         if http_status(error) >= 500:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp.http_exceptions import BadHttpMessage, InvalidURLError, LineTooLong
 
 from relayline.deploy.launch.run import log_file
-from relayline.wire.common import logs
+from relayline.wire.common import bounds, logs
 from relayline.wire.common.texts import printable
 
 
@@ -110,3 +110,20 @@ def test_what_a_client_sent_is_in_no_line(fault: BadHttpMessage, says: str) -> N
     logs.setup("coordinator", as_json=False)
     logging.getLogger("aiohttp.server").error("Error handling request from %s", "10.0.0.7", exc_info=fault)
     assert logs.recent_lines(1)[0].text == f"10.0.0.7's request cannot be read: {says}"
+
+
+def test_a_client_that_is_never_understood_leaves_the_other_lines() -> None:
+    logs.setup("coordinator", as_json=False)
+    logging.getLogger("relayline.http").warning("the disk is full")
+    server = logging.getLogger("aiohttp.server")
+    for address in ("10.0.0.7", "10.0.0.8"):
+        for _ in range(bounds.LOG_LINES_KEPT):
+            server.error("Error handling request from %s", address, exc_info=BadHttpMessage("Pause on PRI/Upgrade"))
+    for _ in range(bounds.LOG_LINES_KEPT):
+        logging.getLogger("relayline.http").warning("100% bad", extra=logs.AT_WILL)
+    said = "'s request cannot be read: Pause on PRI/Upgrade"
+    lines = [line.text for line in logs.recent_lines(4)]
+    assert lines == ["the disk is full", f"10.0.0.7{said}", f"10.0.0.8{said}", "100% bad"]
+    for _ in range(3):
+        logs.setup("coordinator", as_json=False)
+    assert len(server.filters) == 1

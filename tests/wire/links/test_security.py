@@ -14,9 +14,10 @@ from cryptography.hazmat.primitives import serialization
 
 from relayline.stage.config import StageConfig
 from relayline.wire.common.errors import InternalError, UsageError
+from relayline.wire.common.log_repeats import KEYS_MAX, QUIET_NS
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import CERTIFICATES_MAX, Guard
-from relayline.wire.links.refusals import CLIENT_REASONS, HOSTS_MAX, QUIET_NS, Reason, RefusalLog, peer_of, reason_named
+from relayline.wire.links.refusals import CLIENT_REASONS, Reason, RefusalLog, peer_of, reason_named
 from relayline.wire.links.roles import Credential, Role
 from relayline.wire.links.security import (
     PLAINTEXT,
@@ -259,10 +260,10 @@ def test_one_line_per_host_and_reason_and_minute():
 
 def test_the_refusal_log_is_bounded():
     log = RefusalLog()
-    for number in range(2 * HOSTS_MAX):
+    for number in range(2 * KEYS_MAX):
         assert log.line(0, "stage 1", f"host{number}", Reason.UNKNOWN) is not None
     assert log.line(1, "stage 1", "host0", Reason.UNKNOWN) is not None  # forgotten
-    assert log.line(1, "stage 1", f"host{2 * HOSTS_MAX - 1}", Reason.UNKNOWN) is None
+    assert log.line(1, "stage 1", f"host{2 * KEYS_MAX - 1}", Reason.UNKNOWN) is None
 
 
 def test_every_reason_has_its_words():

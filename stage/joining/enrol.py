@@ -29,7 +29,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from relayline.stage.joining.config import facing
 from relayline.wire.common import bounds
 from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import (
@@ -273,6 +272,8 @@ def keep_current(
 
 def own_address(host: str, port: int) -> str:
     """Return this host's address on the route to host:port; empty where none leads there."""
+    from relayline.stage.joining.config import facing  # loads numpy, which `status` has no use for
+
     try:
         return facing(address_of(host, port))
     except StageLostError:

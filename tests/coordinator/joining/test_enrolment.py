@@ -337,7 +337,7 @@ async def test_a_certificate_is_renewed_while_its_host_runs(port: Port, monkeypa
     assert (cert.not_valid_after_utc - NOW).days > 300, "it ended soon"
     nobody = 1  # answers at this port, and nobody is asked for a certificate that is good
     assert await look(nobody) == cert
-    monkeypatch.setattr(client, "facing", lambda _: "192.0.2.7")
+    monkeypatch.setattr("relayline.stage.joining.config.facing", lambda _: "192.0.2.7")
     assert await look(nobody, at_first="192.0.2.7") == cert, "the start has asked for this address"
     assert await look(nobody, advertise="old.test") == cert, "others are told another one"
     monkeypatch.setattr(client._Client, "own_address", property(lambda _: "192.0.2.7", lambda *_: None), raising=False)

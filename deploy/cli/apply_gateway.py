@@ -30,6 +30,7 @@ from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway, write_gateway
 from relayline.deploy.manifest.settings import open_context
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.files import write_again
 from relayline.wire.common.phase import HostState, Phase
 
 if TYPE_CHECKING:
@@ -156,8 +157,12 @@ def change(
     directory = launched.directory
     if directory.more.exists():
         raise StartError(f"{plan.name} is being changed already; wait for that `relayline up`")
-    directory.restart.write_text(json.dumps(list(again)))
-    write_gateway(plan.manifest, directory.more)
+    try:
+        write_again(directory.restart, json.dumps(list(again)).encode())
+        write_gateway(plan.manifest, directory.more)
+    except OSError:
+        directory.restart.unlink(missing_ok=True)
+        raise
     if not send_signal(launched.state.supervisor, MORE_SIGNAL):
         directory.more.unlink(missing_ok=True)
         directory.restart.unlink(missing_ok=True)

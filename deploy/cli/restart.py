@@ -15,6 +15,7 @@ from relayline.deploy.cli.console_http import names_here
 from relayline.deploy.cli.control import state_dir_option
 from relayline.deploy.cli.options import Name
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.files import write_again
 from relayline.wire.common.phase import HostState, Phase
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _restart(launched: Launched, *, as_json: bool) -> None:
         raise UsageError(f"{name} was started by an older relayline, or not by `up`; {by_hand}")
     if not launched.phase.is_up:
         raise UsageError(f"{name} is {launched.phase.value}; wait until it is ready, or {by_hand}")
-    directory.restart.write_text("{}")
+    write_again(directory.restart, b"{}")  # whole or not at all: the next signal would have half an order taken up
     if not send_signal(launched.state.supervisor, MORE_SIGNAL):
         directory.restart.unlink(missing_ok=True)
         raise StartError(f"the supervisor of {name} has ended; `relayline up` starts it again")

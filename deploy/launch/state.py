@@ -36,7 +36,7 @@ import msgspec
 
 from relayline.deploy.launch.process_id import ProcessId, age_s, is_running
 from relayline.wire.common.errors import StartError, UsageError
-from relayline.wire.common.files import naming
+from relayline.wire.common.files import naming, write_again
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import state_dir
 
@@ -131,7 +131,7 @@ def register(directory: Path) -> None:
         return
     place = root / ELSEWHERE
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (place / hashlib.sha256(os.fsencode(path)).hexdigest()[:ENTRY_CHARS]).write_bytes(os.fsencode(path))
+    write_again(place / hashlib.sha256(os.fsencode(path)).hexdigest()[:ENTRY_CHARS], os.fsencode(path))
 
 
 def _candidates(root: Path) -> list[Path]:
@@ -209,10 +209,15 @@ class StateDir:
         return state
 
     def store(self, state: LaunchState) -> None:
-        """Replace the stored state in one step."""
+        """Replace the stored state in one step, on the disk: half of it, as after a power cut, would keep `up` out.
+
+        Raises OSError.
+        """
         partial = self._state.with_suffix(".partial")
-        with naming(self._state):
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+        with naming(self._state), partial.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(self._state)
 
     def keys_named(self) -> Path | None:

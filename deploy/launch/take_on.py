@@ -11,6 +11,7 @@ from relayline.deploy.launch.process_id import send_signal
 from relayline.deploy.launch.state import MORE_SIGNAL
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.files import write_again
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.control import Launched
@@ -30,6 +31,6 @@ def start_more(launched: Launched, running: Manifest, stages: Sequence[Stage]) -
     if makes_stage_tokens(more):
         make_stage_tokens(more, directory.path / JOIN_DIR)
     text = json.dumps(more.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2)
-    directory.more.write_text(text + "\n")
+    write_again(directory.more, text.encode() + b"\n")
     if not send_signal(launched.state.supervisor, MORE_SIGNAL):
         raise StartError(f"the supervisor of {launched.state.name} has ended; `relayline up` starts it again")

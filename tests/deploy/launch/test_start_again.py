@@ -36,6 +36,7 @@ from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import identify, wait_ended
 from relayline.deploy.launch.run import Launch, before_of, check_while_it_runs, launch
 from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir
+from relayline.deploy.launch.take_on import start_more
 from relayline.deploy.machine.ports import free_port
 from relayline.deploy.manifest.load import ManifestError, load_manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
@@ -432,6 +433,28 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def refused(result: Result) -> str:
     assert isinstance(result.exception, UsageError)
     return result.exception.message
+
+
+def test_a_full_disk_leaves_no_half_order(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the next signal, as of a stage that is added, the supervisor would have started the pipeline again."""
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    board, directory = world.board("chat"), StateDir(world.root / "chat")
+    board.set_phase(Phase.READY)
+    board.set_starts_again(True)
+    (found,) = launched(directory.path)
+    manifest = smallest_manifest(DEMO_MODEL, "chat")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        patched.setattr(Path, "write_bytes", full)
+        assert isinstance(world.restart("chat").exception, OSError)
+        with pytest.raises(OSError, match="No space left"):
+            start_more(found, manifest, ())
+    assert not is_ordered(directory.restart)
+    assert not directory.more.exists()
 
 
 def test_every_command_that_waits_hears_why_it_does_not_start(world: World) -> None:

@@ -100,7 +100,7 @@ class LiveView:
             "overlap": picture.overlap,
             "loss": None if seen.loss is None else {"stage": seen.loss[0], "why": seen.loss[1]},
             "is_recording": seen.is_recording,
-            "requests": self._requests(log, now_ns),
+            "requests": self._requests(log, now_ns, has_silent=any(stage.get("silent") for stage in stages)),
         }
         self._state = msgspec.Raw(encode(state))
         self._before = (now_ns, described)
@@ -179,14 +179,20 @@ class LiveView:
             sum(stage.get("queued_rows") or 0 for stage in stages),
         ]
 
-    def _requests(self, log: RequestLog, now_ns: int) -> list[msgspec.Raw]:
-        """Return one line for each shown request. Lines of ended requests no longer change and are kept."""
+    def _requests(self, log: RequestLog, now_ns: int, *, has_silent: bool) -> list[msgspec.Raw]:
+        """Return one line for each shown request. Lines of ended requests no longer change and are kept.
+
+        `has_silent`: no row passes a stage that does not answer, though it may not be lost yet.
+        """
         known, self._ended = self._ended, {}
         lines = []
         for record in _listed(log):
             kept = known.get(id(record))
             is_same = kept is not None and kept[0] is record
-            line = kept[1] if is_same and kept is not None else msgspec.Raw(encode(_request(record, now_ns)))
+            if is_same and kept is not None:
+                line = kept[1]
+            else:
+                line = msgspec.Raw(encode(_request(record, now_ns, has_silent=has_silent)))
             if record.ended_ns:
                 self._ended[id(record)] = (record, line)
             lines.append(line)
@@ -257,14 +263,14 @@ def _ended_ns(record: RequestRecord) -> int:
     return record.ended_ns
 
 
-def _request(record: RequestRecord, now_ns: int) -> dict[str, object]:
+def _request(record: RequestRecord, now_ns: int, *, has_silent: bool) -> dict[str, object]:
     """Return one line about a request. Several choices give sums, and the times of the first choice."""
     first = record.streams[0] if record.streams else None
     sessions = [stream.session for stream in record.streams]
     return {
         "id": record.completion_id or record.request_id,
         "route": record.route,
-        "state": _state(record, first),
+        "state": _state(record, first, has_silent=has_silent),
         "error": record.error or None,
         "came_unix_ms": round((record.received_ns + record.unix_offset_ns) * MS),
         "took_ms": _ms((record.ended_ns or now_ns) - record.received_ns),
@@ -291,7 +297,7 @@ def _times(stream: StreamRecord, now_ns: int) -> dict[str, object]:
     }
 
 
-def _state(record: RequestRecord, first: StreamRecord | None) -> str:
+def _state(record: RequestRecord, first: StreamRecord | None, *, has_silent: bool) -> str:
     """Return the word for how far a request is."""
     if record.ended_ns:
         return "failed" if record.error else "done"
@@ -301,6 +307,8 @@ def _state(record: RequestRecord, first: StreamRecord | None) -> str:
         return "paused"
     if not first.session.started_ns:
         return "queue"
+    if has_silent:
+        return "paused"
     return "decode" if first.session.first_token_ns else "prefill"
 
 

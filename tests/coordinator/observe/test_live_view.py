@@ -179,6 +179,18 @@ def test_a_request_shows_its_state_and_progress() -> None:
     assert (found["cmpl-6"]["ttft_ms"], found["cmpl-6"]["tokens_per_s"], found["cmpl-6"]["tokens"]) == (1.0, 500.0, 2)
 
 
+def test_requests_pause_once_a_stage_is_silent_though_it_is_not_lost_yet() -> None:
+    view = new_view()
+    records = [record_of(number, first_ns=first_ns) for number, first_ns in ((1, 5 * MS), (2, 0), (3, 0))]
+    records[2].streams[0].session.started_ns = 0
+    found = []
+    for is_silent in (False, True, False):
+        described = {**DESCRIBED, "stages": [STAGE, {**STAGE, "index": 1, "silent": is_silent}]}
+        view.update(seen(described), log_of(*records), 10 * MS)
+        found.append([each["state"] for each in reversed(page_of(view)["state"]["requests"])])
+    assert found == [["decode", "prefill", "queue"], ["paused", "paused", "queue"], ["decode", "prefill", "queue"]]
+
+
 def test_times_are_right_however_long_the_machine_has_been_up() -> None:
     up_ns = 86_400 * S
     view, record = LiveView(up_ns, 7 * S, {}), record_of(1)

@@ -104,8 +104,9 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @content_option
 @log_options
 def up_command(**given: Any) -> None:
-    """Start a pipeline and serve until SIGINT, SIGTERM or SIGHUP. This starts the coordinator and the stages on this
-    machine, and prints the command to run on each other host. See also `relayline status`, `logs`, `top` and `down`.
+    """Start a pipeline and serve until SIGINT or SIGTERM, or until its terminal closes. This starts the coordinator and
+    the stages on this machine, and prints the command to run on each other host. See also `relayline status`, `logs`,
+    `top` and `down`.
 
     MODEL is a .gguf file (or any of its shards), a directory or pattern of shards, hf://ORG/REPO/FILE.gguf, or
     ORG/REPO[:QUANT] on the Hugging Face hub. It runs as two stages on this machine, or as one on its GPU, unless flags

@@ -209,7 +209,8 @@ def launch(
     arguments: Sequence[str] = (),
     failed: RelaylineError | None = None,
 ) -> bool:
-    """Run a pipeline until SIGINT, SIGTERM or SIGHUP. Returns whether it is to start again, see `Again`.
+    """Run a pipeline until SIGINT or SIGTERM, or until its terminal closes. Returns whether it is to start again, see
+    `Again`.
 
     If it has been started again so and cannot serve, it starts as it was before. `arguments`: this process's command
     line, `up` first; empty for a process that cannot start again by itself. `failed`: why the manifest of now cannot be
@@ -275,7 +276,7 @@ def _launch_once(
 
     `why_as_before`: why it is that of before; whoever hears that it is ready hears this, too.
     """
-    from relayline.wire.common.process import run
+    from relayline.wire.common.process import may_hang_up, run
 
     again = Again(directory, arguments)
 
@@ -300,8 +301,10 @@ def _launch_once(
                 _take_on(supervisor, to_start, directory)
 
         loop.add_signal_handler(MORE_SIGNAL, on_order)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal; `nohup` ignores it
+        if may_hang_up():  # a closed terminal
             loop.add_signal_handler(signal.SIGHUP, stopping.set)
+        elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, supervisor.reread_keys)
         try:
             async with renewing(to_start.manifest, directory.tls, supervisor.board.names):
                 await supervise(supervisor, stopping, tell, again.wanted)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shlex
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from relayline.deploy.launch.invitations import has_joined, invite
 from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.log_files import LogWriter
-from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.process_id import identify, send_signal
 from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
 from relayline.deploy.launch.state import NOT_SEEN, ProcessRecord, StateDir
 from relayline.deploy.launch.waiting import RESTING, Waiting
@@ -127,6 +128,11 @@ class Supervisor:
         if self.failed.done():
             self.failed.result()
         return self._ready.result()
+
+    def reread_keys(self) -> None:
+        """Have the coordinator read its API keys again."""
+        if (process := self.board[COORDINATOR].process) is not None:
+            send_signal(process, signal.SIGHUP)
 
     def stage(self, index: int) -> Child:
         """Return a stage of this machine, in layer order. Raises KeyError before it was started."""

@@ -88,6 +88,24 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def has_terminal() -> bool:
+    """Return whether this process has a controlling terminal, which is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def may_hang_up() -> bool:
+    """Return whether SIGHUP may say that a terminal has closed: not where it is ignored, as under `nohup`, nor in a
+    session that began without one, as in the background or as a service.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return False
+    return os.getsid(0) != os.getpid() or has_terminal()
+
+
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
     """Run `main(stopping)` under uvloop; `stopping` is set by the first SIGINT or SIGTERM.
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import os
 import re
 import signal
 import time
@@ -25,6 +26,7 @@ from relayline.coordinator.http.edge.middleware import OUTERMOST
 from relayline.coordinator.http.edge.token_rate import TokenRate
 from relayline.coordinator.http.edge.web_pages import keep_pages_out, page_rule
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.process import has_terminal, may_hang_up
 from relayline.wire.links.security import is_loopback
 
 log = logging.getLogger("relayline.http")
@@ -149,7 +151,15 @@ def protect_http(app: web.Application, listener: HttpListener) -> contextlib.Abs
 @contextlib.contextmanager
 def _reread_on_hangup(keys: ApiKeys) -> Iterator[None]:
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGHUP)
-    loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    had_terminal = may_hang_up() and has_terminal()
+
+    def heard() -> None:
+        if had_terminal and not has_terminal():
+            os.kill(os.getpid(), signal.SIGTERM)  # its terminal has closed, which ends it in order
+        else:
+            keys.reload()
+
+    loop.add_signal_handler(signal.SIGHUP, heard)
     try:
         yield
     finally:

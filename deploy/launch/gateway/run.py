@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 
 from relayline.deploy.launch.gateway.keeper import Echo, Keeper
 from relayline.deploy.launch.gateway.plan import GatewayPlan
@@ -15,11 +16,11 @@ from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import Emit
 from relayline.deploy.manifest.gateway import write_gateway
 from relayline.wire.common.errors import StartError
-from relayline.wire.common.process import run
+from relayline.wire.common.process import may_hang_up, run
 
 
 def launch_gateway(plan: GatewayPlan, directory: StateDir, emit: Emit, *, echo: Echo | None = None) -> None:
-    """Run a gateway and its pipelines until SIGINT or SIGTERM.
+    """Run a gateway and its pipelines until SIGINT or SIGTERM, or until its terminal closes.
 
     Raises UsageError and StartError before anything is started, StartError when a pipeline cannot be kept alive.
     """
@@ -38,6 +39,10 @@ def launch_gateway(plan: GatewayPlan, directory: StateDir, emit: Emit, *, echo: 
             left.unlink(missing_ok=True)
 
         async def main(stopping: asyncio.Event) -> None:
+            if may_hang_up():  # with API keys, `serving_gateway` has another handler
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stopping.set)
+            else:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
             await Keeper(plan, directory, emit, echo).run(stopping)
 
         run(main)

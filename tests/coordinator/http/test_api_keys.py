@@ -231,6 +231,23 @@ async def test_hangup_reads_the_file_again(tokenizer: Tokenizer, file: Path, cap
     assert signal.getsignal(signal.SIGHUP) is before
 
 
+async def test_a_closed_terminal_ends_the_command_in_order(
+    tokenizer: Tokenizer, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    there, ended = [True], asyncio.Event()
+    monkeypatch.setattr("relayline.coordinator.http.edge.api_keys.may_hang_up", lambda: True)
+    monkeypatch.setattr("relayline.coordinator.http.edge.api_keys.has_terminal", lambda: there[0])
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    with caplog.at_level(logging.INFO, "relayline.http"):
+        async with serving(tokenizer, file):
+            there[0] = False
+            os.kill(os.getpid(), signal.SIGHUP)
+            async with asyncio.timeout(WAIT_S):
+                await ended.wait()
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    assert "read again" not in caplog.text
+
+
 async def test_an_open_api_beyond_this_machine_is_warned_about(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture):
     chat = ChatTemplate(CHATML, bos_text="", eos_text="")
     app = make_app(FakeGenerator(), ServedModel(MODEL, CREATED, tokenizer, chat))

@@ -36,6 +36,7 @@ from relayline.wire.links import role_tokens
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import LinkSecurity
 from tests.support.http_client import Client, assert_same_greedy, tokens_of
+from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes, started many times
 
@@ -290,6 +291,25 @@ def test_detached_it_goes_on_without_its_starter(home: Path) -> None:
         facts = status("background")
         assert facts["phase"] == "ready"
         assert all(entry["state"] == "ready" for entry in facts["processes"])
+    finally:
+        assert relayline("down", manifest).returncode == 0
+
+
+async def test_detached_a_hangup_has_the_keys_read_again(home: Path) -> None:
+    keys = home / "keys"
+    keys.write_text(f"alice: {'a' * 32}\n")
+    keys.chmod(0o600)
+    manifest = write_manifest(home, "hung-up-behind", stages="1")
+    try:
+        assert relayline("up", manifest, "--detach", "--api-keys", keys).returncode == 0
+        facts = status("hung-up-behind")
+        keys.write_text(f"bob: {'b' * 32}\n")
+        os.kill(facts["pid"], signal.SIGHUP)  # the pid of `up` itself, which `status` shows first
+        log = StateDir(Path(facts["state_dir"])).log("coordinator")
+        async with asyncio.timeout(TIMEOUT_S):
+            while "API keys were read again; known keys: bob" not in log.read_text():
+                await pause()
+        assert status("hung-up-behind")["phase"] == "ready"
     finally:
         assert relayline("down", manifest).returncode == 0
 

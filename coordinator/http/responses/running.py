@@ -95,7 +95,8 @@ class Running:
 
     def without_output(self) -> Stored:
         """Return it as one that failed, because it is too large to be stored."""
-        text = f"the answer is too large to be stored: all API keys share {STORED_RESPONSES_BYTES_MAX >> 20} MiB"
+        n_mib = STORED_RESPONSES_BYTES_MAX >> 20
+        text = f"the answer is larger than what is stored of it: all API keys share {n_mib} MiB"
         return self._stored(self.dialect.failed(InternalError(text), ()), ())
 
     def fail(self, error: RelaylineError) -> Stored:

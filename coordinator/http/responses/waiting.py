@@ -53,7 +53,7 @@ class Waiting:
 
     def without_output(self) -> Stored:
         """Return it as what is stored where its events are too large."""
-        return self.fail("the request is too large to be stored as a response")
+        return self.fail("the request is larger than what is stored of it")
 
     def leave(self) -> None:
         """This coordinator ends, too."""

@@ -124,7 +124,7 @@ class OrderFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._bytes_of: dict[str, int] = {}
+        self._bytes_of: dict[str, tuple[str, int]] = {}  # owners and bytes of requests
         self._answers = _Sizes()
 
     def load(self) -> list[Unfinished]:
@@ -132,7 +132,7 @@ class OrderFiles:
         remove_torn(self.path, (_TOKENS, _STARTS))
         found: list[Unfinished] = []
         for order in read_all(self.path, Order):
-            self._bytes_of[order.id] = (self.path / order.id).stat().st_size
+            self._bytes_of[order.id] = (order.owner, (self.path / order.id).stat().st_size)
             order.sent = None
             n_said = _size(self._tokens(order.id))
             self._answers.put(order.id, n_said)
@@ -143,16 +143,12 @@ class OrderFiles:
         """Keep a request. Raises OSError, and OverloadedError where too much is kept already."""
         pieces = [*in_pieces(order)]
         own_bytes = sum(len(piece) for piece in pieces)
-        n_bytes = sum(self._bytes_of.values()) + own_bytes
-        if n_bytes > UNFINISHED_RESPONSES_BYTES_MAX or own_bytes > FILE_BYTES_MAX:
-            n_max = min(UNFINISHED_RESPONSES_BYTES_MAX, FILE_BYTES_MAX)
-            text = f"background responses that wait or run have {n_bytes} bytes with this one, which is too many"
-            raise OverloadedError(f"{text}; send at most {n_max} bytes, or try again later")
+        self._check_room(order.owner, own_bytes)
         if self._answers.sum() + SAID_BYTES_MAX > UNFINISHED_ANSWERS_BYTES_MAX:
             text = f"the answers of background responses that run have {self._answers.sum()} bytes on the disk"
             raise OverloadedError(f"{text}, which leaves too little room for one more; try again later")
         write(self.path / order.id, pieces)
-        self._bytes_of[order.id] = own_bytes
+        self._bytes_of[order.id] = (order.owner, own_bytes)
 
     def read(self, id: str) -> tuple[Sent, list[TokenEvent]]:
         """Return a request, and the tokens of its answer so far. A torn record is cut off. Raises OSError, and others
@@ -202,6 +198,19 @@ class OrderFiles:
             path.unlink(missing_ok=True)
         self._bytes_of.pop(id, None)
         self._answers.pop(id)
+
+    def _check_room(self, owner: str, own_bytes: int) -> None:
+        """Raise OverloadedError where a request has no room. A key may have half of it, as it may of their number."""
+        all_bytes = sum(n_bytes for _, n_bytes in self._bytes_of.values()) + own_bytes
+        key_bytes = sum(n_bytes for name, n_bytes in self._bytes_of.values() if name == owner) + own_bytes
+        rooms = [("", all_bytes, UNFINISHED_RESPONSES_BYTES_MAX)]
+        if owner:
+            rooms.append((" of this API key", key_bytes, UNFINISHED_RESPONSES_BYTES_MAX // 2))
+        for whose, n_bytes, n_max in reversed(rooms):
+            if n_bytes > n_max or own_bytes > FILE_BYTES_MAX:
+                text = f"background responses{whose} that wait or run have {n_bytes} bytes with this one"
+                advice = f"send at most {min(n_max, FILE_BYTES_MAX)} bytes, or try again later"
+                raise OverloadedError(f"{text}, which is too many; {advice}")
 
     def _tokens(self, id: str) -> Path:
         return self.path / f"{id}{_TOKENS}"

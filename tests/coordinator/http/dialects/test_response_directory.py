@@ -164,9 +164,9 @@ def test_an_answer_that_is_too_long_to_be_read_again_is_not_written_on(
     assert [event.token for event in orders.said(id_of(1))] == [1, 2]
 
 
-def order(number: int) -> Order:
+def order(number: int, owner: str = "") -> Order:
     return Order(
-        id=id_of(number), owner=ALICE, payer="", behalf="", created=number, sent=Sent(b"{}", 0, 7), model_id="m",
+        id=id_of(number), owner=owner, payer="", behalf="", created=number, sent=Sent(b"{}", 0, 7), model_id="m",
         n_vocab=9, queued=b"{}", input_items=[], previous_id=None, is_stream=False,
     )  # fmt: skip
 
@@ -199,6 +199,24 @@ def test_all_answers_together_have_a_bound(tmp_path: Path, monkeypatch: pytest.M
     assert len(again.said(id_of(3))) == 1
     again.add(id_of(1), said)
     assert sum(path.stat().st_size for path in tmp_path.glob("*.tokens")) == 3 * n_bytes
+
+
+def test_the_requests_of_one_key_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = OrderFiles(tmp_path)
+    orders.begin(order(1, ALICE))
+    n_bytes = (tmp_path / id_of(1)).stat().st_size
+    monkeypatch.setattr(order_files, "UNFINISHED_RESPONSES_BYTES_MAX", 4 * n_bytes)
+    orders.begin(order(2, ALICE))
+    again = OrderFiles(tmp_path)
+    again.load()
+    for each in (orders, again):
+        with pytest.raises(
+            OverloadedError, match=rf"of this API key .* have {3 * n_bytes} bytes .* most {2 * n_bytes} "
+        ):
+            each.begin(order(3, ALICE))
+    again.begin(order(3, "b" * len(ALICE)))
+    again.finished(id_of(1))
+    again.begin(order(4, ALICE))
 
 
 def test_all_requests_together_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,7 @@ def test_a_detached_supervisor_does_not_detach_again(tmp_path: Path, monkeypatch
         "--report-fd",
         str(write_end),
     ]
+    monkeypatch.setattr("sys.argv", ["relayline", "up", *command_line])
     try:
         done = CliRunner().invoke(up_command, command_line)
     finally:

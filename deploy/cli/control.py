@@ -202,14 +202,20 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
     """End a pipeline in order: the coordinator lets running requests finish, then the stages end.
 
     NAME is a pipeline's name or its manifest; the default is the only one that runs. Exit code 0 also if none runs.
+    One behind a gateway ends with the gateway, or once it is taken out of the gateway's manifest.
     """
-    from relayline.deploy.launch.control import end, find
+    from relayline.deploy.launch.control import end, find, gateway_over
 
     pipeline = find(name, state_dir)
     if pipeline is None:
         click.echo("nothing runs here")
         return
     was_running = pipeline.is_running
+    if was_running and (gateway := gateway_over(pipeline)) is not None:
+        raise UsageError(
+            f"{pipeline.state.name} runs for the gateway {gateway}, which would start it again; take it out of the "
+            f"gateway's manifest and run `relayline up`, or end all of them with `relayline down {gateway}`"
+        )
     end(pipeline, timeout, force=force)
     click.echo(f"{pipeline.state.name} {'has ended' if was_running else 'was not running'}")
 

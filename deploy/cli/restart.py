@@ -106,7 +106,9 @@ async def _until_ready(launched: Launched, *, as_json: bool) -> LaunchState:
         reason, is_ordered, state = refusal(directory.restart), directory.restart.exists(), directory.load()
         assert state is not None, "it was there before"
         if not is_running:
-            why = reason or state.reason or f"its log says why: {directory.log('up')}"
+            why = (
+                reason or state.reason or f"it was told to end meanwhile, or was killed; its log: {directory.log('up')}"
+            )
             raise StartError(f"{name} has ended and did not start again: {why}")
         if reason and state.phase.is_up:
             raise StartError(f"{name} serves as before, because it could not start again: {reason}")

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest import mock
 
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from relayline.deploy.cli.control import down_command
 from relayline.deploy.cli.restart import _until_ready, restart_command
 from relayline.deploy.launch.again import (
     REASON_BYTES_MAX,
@@ -508,3 +510,21 @@ def test_a_pipeline_that_cannot_start_again_says_what_to_do(world: World) -> Non
     world.board("house", record)
     assert refused(world.restart("chat")) == "chat runs for the gateway house; run `relayline restart house chat`"
     assert not (world.root / "chat" / "restart.json").exists(), "nothing was ordered"
+
+
+def test_a_pipeline_behind_a_gateway_ends_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.deploy.launch.control.end", mock.Mock())  # the test's own process runs it
+    world.board("chat").set_phase(Phase.READY)
+    world.board("house", ProcessRecord("house-chat", "pipeline", "localhost", HostState.READY, pid=os.getpid()))
+    text = refused(CliRunner().invoke(down_command, ["chat"]))
+    assert text.startswith("chat runs for the gateway house, which would start it again; ")
+    assert text.endswith("or end all of them with `relayline down house`")
+
+
+def test_one_that_is_ended_while_it_starts_again_is_not_said_to_have_a_reason(world: World) -> None:
+    board, directory = world.board("chat"), StateDir(world.root / "chat")
+    board.set_phase(Phase.STOPPED)
+    (found,) = launched(directory.path)
+    ended = dataclasses.replace(found, state=msgspec.structs.replace(found.state, supervisor_start_ticks=0))
+    with pytest.raises(StartError, match="chat has ended and did not start again: it was told to end meanwhile, or"):
+        asyncio.run(_until_ready(ended, as_json=False))

@@ -93,7 +93,12 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
     Raises UsageError for a name that was never launched here or whose state cannot be read, and where several run and
     none is named.
     """
-    name = None if given is None else name_of(given)
+    try:
+        name = None if given is None else name_of(given)
+    except UsageError:  # a mistake in the manifest does not keep what it has started from being looked after
+        if len(begun := _begun_with(str(given), launched(state_dir))) == 1:
+            return begun[0]
+        raise
     found = launched(state_dir, name or "")
     if name is None and state_dir is not None:
         return next(iter(found), None)
@@ -114,6 +119,11 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
     raise UsageError(
         f"no pipeline {name!r} was launched here (known: {known}); state is kept in {state_dir or state_root()}"
     )
+
+
+def _begun_with(given: str, found: list[Launched]) -> list[Launched]:
+    """Return those that run and were started with this manifest."""
+    return [each for each in found if each.is_running and each.state.manifest == str(Path(given).absolute())]
 
 
 def gateway_over(pipeline: Launched) -> str | None:

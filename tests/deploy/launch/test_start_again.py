@@ -33,7 +33,7 @@ from relayline.deploy.launch.again import (
     refuse,
 )
 from relayline.deploy.launch.board import Board
-from relayline.deploy.launch.control import launched
+from relayline.deploy.launch.control import find, launched
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import identify, wait_ended
 from relayline.deploy.launch.run import Launch, before_of, check_while_it_runs, launch
@@ -510,6 +510,23 @@ def test_a_pipeline_that_cannot_start_again_says_what_to_do(world: World) -> Non
     world.board("house", record)
     assert refused(world.restart("chat")) == "chat runs for the gateway house; run `relayline restart house chat`"
     assert not (world.root / "chat" / "restart.json").exists(), "nothing was ordered"
+
+
+def test_what_a_manifest_has_started_is_found_though_there_is_a_mistake_in_it_by_now(
+    world: World, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text("spec: {context: {tokenz: 512}}\n")
+    me = identify(os.getpid())
+    assert me is not None
+    (tmp_path / "chat").mkdir()
+    with pytest.raises(UsageError, match="tokenz"):
+        find(str(path), None)
+    Board(StateDir(tmp_path / "chat"), "chat", str(path), me, ())
+    found = find(str(path), None)
+    assert found is not None
+    assert found.state.name == "chat"
+    assert refused(world.restart(str(path))).startswith("chat was started by an older relayline")
 
 
 def test_a_pipeline_behind_a_gateway_ends_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,7 +276,7 @@ def _launch_once(
 
     `why_as_before`: why it is that of before; whoever hears that it is ready hears this, too.
     """
-    from relayline.wire.common.process import may_hang_up, run
+    from relayline.wire.common.process import is_in_background, may_hang_up, run
 
     again = Again(directory, arguments)
 
@@ -303,7 +303,7 @@ def _launch_once(
         loop.add_signal_handler(MORE_SIGNAL, on_order)
         if may_hang_up():  # a closed terminal
             loop.add_signal_handler(signal.SIGHUP, stopping.set)
-        elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        elif is_in_background():
             loop.add_signal_handler(signal.SIGHUP, supervisor.reread_keys)
         try:
             async with renewing(to_start.manifest, directory.tls, supervisor.board.names):

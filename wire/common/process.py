@@ -101,9 +101,12 @@ def may_hang_up() -> bool:
     """Return whether SIGHUP may say that a terminal has closed: not where it is ignored, as under `nohup`, nor in a
     session that began without one, as in the background or as a service.
     """
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        return False
-    return os.getsid(0) != os.getpid() or has_terminal()
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and not is_in_background()
+
+
+def is_in_background() -> bool:
+    """Return whether this process began a session that has no terminal. SIGHUP is then sent by somebody, if at all."""
+    return os.getsid(0) == os.getpid() and not has_terminal()
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:

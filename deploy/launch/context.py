@@ -46,8 +46,9 @@ def with_usual_context(
     """Return the manifest with a context that its model can use and its hosts have memory for.
 
     Only `opened` is chosen. A pipeline of this name that runs keeps its own, unless it `ends_first`: then all memory
-    counts. A model that is elsewhere, or cannot be read, changes nothing: its next reader reports the problem. Nor
-    does one `beside` it whose size is unknown. `model`: where its file is, if the manifest does not say so.
+    counts, as it does while neighbours serve. A model that is elsewhere, or cannot be read, changes nothing: its next
+    reader reports the problem. Nor does one `beside` it whose size is unknown. `model`: where its file is, if the
+    manifest does not say so.
     """
     path = model or manifest.model_path
     if not opened or path is None or not path.exists():
@@ -55,12 +56,22 @@ def with_usual_context(
     try:
         if not ends_first and (running := _of_running(manifest.name, state_dir)) is not None:
             return _with(manifest, opened, running)
-        weights = _weights_of(beside, is_running=ends_first)
+        # Neighbours that serve hold what they need already: it would count twice if only free memory counted.
+        is_running = ends_first or (bool(beside.others) and _has_neighbours(state_dir))
+        weights = _weights_of(beside, is_running=is_running)
         return with_fitting_context(
-            manifest, path, opened, is_running=ends_first, others=weights, n_others_most=beside.n_most
+            manifest, path, opened, is_running=is_running, others=weights, n_others_most=beside.n_most
         )
     except RelaylineError:
         return manifest
+
+
+def _has_neighbours(state_dir: Path | None) -> bool:
+    """Return whether another pipeline of this one's gateway serves; their states lie next to each other."""
+    if state_dir is None or not state_dir.parent.is_dir():
+        return False
+    places = [place for place in state_dir.parent.iterdir() if place.is_dir() and place.name != state_dir.name]
+    return any(one.is_running and one.phase.is_up for place in places for one in launched(place))
 
 
 def _weights_of(beside: Beside, *, is_running: bool) -> list[Mapping[str, int]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.deploy.cli.main import relayline
+from relayline.deploy.launch import context
 from relayline.deploy.launch.context import Beside, with_usual_context
 from relayline.deploy.launch.gateway.beside import beside_in, read_beside
 from relayline.deploy.launch.gateway.pipelines import pipelines_behind
@@ -20,6 +22,7 @@ from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.planning.inputs import memory_of
+from relayline.wire.common.phase import Phase
 from relayline.wire.common.units import GIB
 from tests.support.tiny_models import make_tiny
 
@@ -103,6 +106,22 @@ def test_they_share_what_is_left(house: Path, monkeypatch: pytest.MonkeyPatch) -
     assert tokens(house)[0] < 32 * LENGTH
     assert contexts(written(house, "  awakeMax: 1\n")) == [(32, LENGTH)] * 2, "one at a time has the machine alone"
     assert started(house, "b") == (32, LENGTH)
+
+
+@pytest.mark.parametrize(("phase", "is_same"), [(Phase.READY, True), (Phase.STARTING, False), (Phase.STOPPED, False)])
+def test_one_that_starts_again_beside_the_other_has_what_it_had(
+    house: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase, *, is_same: bool
+) -> None:
+    """What the other one holds is not taken off twice."""
+    all_bytes = int(2.6 * needed_bytes(house, "a", (32, LENGTH)))
+    has_memory(monkeypatch, all_bytes)
+    before = started(house, "a")
+    (house.parent / "b").mkdir()
+    other = SimpleNamespace(is_running=True, phase=phase, state=SimpleNamespace(name="house-b"))
+    monkeypatch.setattr(context, "launched", lambda place, *_: [other] if place == house.parent / "b" else [])
+    monkeypatch.setattr("relayline.deploy.machine.facts.total_memory_bytes", lambda: all_bytes)
+    has_memory(monkeypatch, all_bytes // 2)
+    assert (started(house, "a") == before) is is_same
 
 
 def test_replicas_elsewhere_take_nothing_here(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Conversations as files of a directory: what is added to one is appended to its file. Everything here blocks.
+"""Conversations as files of a directory: new items are appended to them. Everything here blocks.
 
 A file is written whole, or not at all, where items have gone from it, and where it has become longer than it need be.
 It is a row of records, each with its length and checksum: `_Head`, then `_Added` for all its items and for what came

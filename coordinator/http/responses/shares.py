@@ -1,4 +1,4 @@
-"""Who keeps how much of what is bounded for all owners together, and what goes for something new. Pure.
+"""The shares of owners in a store that is bounded for all of them, and the choice of entries to drop. Pure.
 
 The owner that keeps most loses first, and of its own the one that was used longest ago. So an API key that keeps much
 pushes out nothing of one that keeps less. Something new stays in any case, unless it alone is larger than half of the

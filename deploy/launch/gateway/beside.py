@@ -38,7 +38,6 @@ def with_contexts(gateway: GatewayManifest, pipelines: Sequence[Behind]) -> list
 
     A pipeline that runs keeps its own. Models on the hub are looked at by their headers.
     """
-
     return [_with_context(gateway, pipelines, each) for each in pipelines]
 
 

@@ -60,8 +60,8 @@ _OPENAI_PYTHON = (
     ),
     (
         r"(TestResponses::test_method_create_with_all_params_overload_\d|TestInputTokens::test_method_count_with_all_params)",
-        rf"{_404}previous_response_id: the response '(previous_response_id|resp_123)' is not stored here",
-        "The suite is made for a mock that takes any id; the response does not exist.",
+        f"{_400}previous_response_id: send one of conversation and previous_response_id: ",
+        "The mock takes a conversation and a previous response at once; OpenAI's own service refuses both together.",
     ),
     (
         rf"(TestResponses::{_FORMS}_create_overload_\d|TestInputTokens::{_FORMS}_count)",

@@ -27,7 +27,7 @@ from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
 from relayline.coordinator.gateway.model_handlers import ModelHandlers
 from relayline.coordinator.gateway.page import OPEN, PREFIX, gateway_page
 from relayline.coordinator.gateway.peek import Asked, peek
-from relayline.coordinator.gateway.router import Backend, Health
+from relayline.coordinator.gateway.router import Backend, Health, maybe_at
 from relayline.coordinator.http.edge.api_keys import OPEN_PATTERN, PAGE_PATHS
 from relayline.coordinator.http.edge.clients import check_may_use, tenant_of
 from relayline.coordinator.http.edge.limits import HttpLimits
@@ -192,7 +192,7 @@ class Gateway:
         holder = self._router.holder(id)
         if holder is not None:
             return await self.forwarder.to_one(request, self._links.links[holder], outgoing)
-        answer = await self.forwarder.to_holder(request, outgoing)
+        answer = await self.forwarder.to_holder(request, outgoing, is_kept=True)
         holder = self._router.named(answer.headers.get(PIPELINE_HEADER, ""))
         if holder is not None and answer.status == 200 and len(id) <= ID_CHARS_MAX:
             self._router.learn(id, holder)
@@ -228,14 +228,22 @@ class Gateway:
         return 0 < len(id) <= ID_CHARS_MAX and self._router.holder(id) is None
 
     async def _find_holder(self, outgoing: Outgoing, path: str, id: str, backends: Sequence[Backend]) -> None:
-        """Ask pipelines for what one of them has: a gateway that was started again has forgotten which."""
+        """Ask pipelines for what one of them has: a gateway that was started again has forgotten which.
+
+        Raises NotReadyError if none has it, but one of them does not answer.
+        """
+        silent = []
         for backend in backends:
-            link = self._links.links.get(backend)
-            if link is None or backend.health is not Health.READY:
-                continue
-            if await self.forwarder.knows(link, f"{path}/{quote(id, safe='')}", outgoing.headers):
+            link, has_it = self._links.links.get(backend), None
+            if link is not None and backend.answers:
+                has_it = await self.forwarder.knows(link, f"{path}/{quote(id, safe='')}", outgoing.headers)
+            if has_it:
                 self._router.learn(id, backend)
                 return
+            if has_it is None and link is not None:
+                silent.append(backend)
+        if silent:
+            raise maybe_at(silent)
 
     async def _asked(self, body: bytes) -> Asked:
         if len(body) <= PARSED_INLINE_BYTES:

@@ -25,7 +25,7 @@ from relayline.coordinator.gateway.gate import PipelineLostError, wakes
 from relayline.coordinator.gateway.links import Link, Links, is_refused
 from relayline.coordinator.gateway.metrics import GatewayMetrics
 from relayline.coordinator.gateway.peek import Asked
-from relayline.coordinator.gateway.router import Backend, Health, no_replica
+from relayline.coordinator.gateway.router import Backend, maybe_at, no_replica
 from relayline.coordinator.http.edge.body import Request
 from relayline.coordinator.http.edge.clients import BEHALF, KEY
 from relayline.coordinator.http.edge.errors import error_body
@@ -147,34 +147,39 @@ class Forwarder:
         assert isinstance(found, web.StreamResponse)
         return found
 
-    async def to_holder(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
-        """Answer from the first pipeline that does not say 404."""
-        alive = [each for each in self.links.router.staying if each.health in (Health.READY, Health.PAUSED)]
-        for backend in alive[:-1]:
-            link = self.links.links.get(backend)  # it may have been removed in the meantime
-            if link is None:
+    async def to_holder(self, request: web.Request, outgoing: Outgoing, *, is_kept: bool = False) -> web.StreamResponse:
+        """Answer from the first pipeline that does not say 404.
+
+        What is kept for clients (`is_kept`) may be at a pipeline that does not answer now, as while it starts again.
+        Raises NotReadyError then: 404 would say that it is gone.
+        """
+        staying = self.links.router.staying
+        alive = [each for each in staying if each.answers]
+        silent = [each for each in staying if not each.answers]
+        for backend in alive:
+            link = self.links.links.get(backend)
+            if link is None:  # it has been removed in the meantime
                 continue
+            is_last = backend is alive[-1] and not (is_kept and silent)
             try:
-                found = await self._sent(request, link, outgoing, is_last=False, passed=(404,))
+                found = await self._sent(request, link, outgoing, is_last=is_last, passed=(404,))
             except _LostError:
+                silent.append(backend)
                 continue
             if isinstance(found, web.StreamResponse):
                 return found
-        last = self.links.links.get(alive[-1]) if alive else None
-        if last is None:
-            raise no_replica(None, self.links.router.staying)
-        return await self.to_one(request, last, outgoing)
+        raise maybe_at(silent) if is_kept and silent else no_replica(None, silent or staying)
 
-    async def knows(self, link: Link, path: str, headers: CIMultiDict[str]) -> bool:
-        """Return whether a pipeline has the resource at a path."""
+    async def knows(self, link: Link, path: str, headers: CIMultiDict[str]) -> bool | None:
+        """Return whether a pipeline has the resource at a path; None if it does not answer."""
         try:
             async with (
                 link.until_lost(),
                 self.links.request(link, hdrs.METH_GET, path, self._keyed(link, headers)) as answer,
             ):
-                return answer.status == 200
+                return None if answer.status in _ELSEWHERE else answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+            return None
 
     async def _sent(
         self,

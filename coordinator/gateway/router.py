@@ -99,6 +99,11 @@ class Backend:
         self._known: OrderedDict[bytes, None] = OrderedDict()  # sent there longest ago first
 
     @property
+    def answers(self) -> bool:
+        """Whether it says something, be it that it takes no request now."""
+        return self.health in (Health.READY, Health.PAUSED)
+
+    @property
     def n_outstanding(self) -> int:
         """Requests of this gateway that have not ended."""
         return len(self._outstanding)
@@ -272,7 +277,7 @@ class Router:
         OverloadedError where all have as many requests as they may, NotReadyError where none lives.
         """
         replicas = self._replicas(asked)
-        alive = [each for each in replicas if each.health in (Health.READY, Health.PAUSED) and each not in tried]
+        alive = [each for each in replicas if each.answers and each not in tried]
         if not alive:
             raise no_replica(asked.model, replicas)
         best = [each for each in alive if each.health is Health.READY] or alive
@@ -294,8 +299,16 @@ def _other_model(model: str, holder: Backend) -> InvalidRequestError:
 
 def no_replica(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:
     """Return the error for a model without a replica that answers."""
-    states = "; ".join(f"{each.name}: {each.problem or each.health}" for each in replicas)
-    return _not_ready(f"no replica of {model or 'the model'} answers ({states})")
+    return _not_ready(f"no replica of {model or 'the model'} answers ({_states(replicas)})")
+
+
+def maybe_at(silent: Iterable[Backend]) -> RelaylineError:
+    """Return the error for what no pipeline that answers has, while these do not answer."""
+    return _not_ready(f"it may be at a pipeline that does not answer now ({_states(silent)}); try again shortly")
+
+
+def _states(backends: Iterable[Backend]) -> str:
+    return "; ".join(f"{each.name}: {each.problem or each.health}" for each in backends)
 
 
 def _not_ready(message: str) -> NotReadyError:

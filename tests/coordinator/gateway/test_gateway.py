@@ -435,7 +435,7 @@ async def test_a_pipeline_that_is_lost_while_a_response_is_looked_for_there_is_g
     async with pipelines(tokenizer, "chat", "chat") as found, gateway(found) as session, asyncio.timeout(WAIT_S):
         served += found
         body = {"model": "chat", "input": "hi", "previous_response_id": "resp_1"}
-        assert (await asked(session, "/v1/responses", body))[:2] == (404, "b")
+        assert (await asked(session, "/v1/responses", body))[:2] == (503, ""), "it may have it"
 
 
 async def test_every_route_of_one_pipeline_is_below_its_name(tokenizer: Tokenizer) -> None:

@@ -10,12 +10,13 @@ import aiohttp
 import pytest
 
 from relayline.coordinator.gateway.forward import PIPELINE_HEADER
+from relayline.coordinator.gateway.links import BackendConfig
 from relayline.coordinator.gateway.peek import Asked, peek
 from relayline.coordinator.gateway.router import Heard, Router
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
-from tests.support.gateway_world import Pipeline, gateway, pipelines, until
+from tests.support.gateway_world import Pipeline, changing_gateway, gateway, pipelines, until
 from tests.support.http_support import WAIT_S, Gate, Script, tokens
 
 KEY = "gateway-key-0123456789"
@@ -73,6 +74,31 @@ async def test_all_that_is_about_a_conversation_goes_where_it_is(tokenizer: Toke
             assert (status, found["error"]["code"]) == (404, "conversation_not_found")
             status, _, found = await asked(session, "POST", "/v1/responses", response(begun["id"]))
             assert (status, found["error"]["code"]) == (404, "conversation_not_found")
+
+
+async def test_what_a_pipeline_that_starts_again_may_have_is_not_said_to_be_gone(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "small") as served, changing_gateway(served) as (session, whole):
+        _, home, begun = await asked(session, "POST", PATH, {"model": "small"})
+        _, _, answered = await asked(session, "POST", "/v1/responses", response(begun["id"], "small"))
+        assert home == "b"
+        await served[1].kill()
+        await whole.add(BackendConfig("b", served[1].url))  # as a restart does, which takes another one to its place
+        more = {"model": "chat", "input": "hi", "previous_response_id": "resp_1"}
+        ways = (
+            ("GET", f"{PATH}/{begun['id']}", None),
+            ("GET", f"/v1/responses/{answered['id']}", None),
+            ("POST", f"/v1/responses/{answered['id']}/cancel", {}),
+            ("POST", "/v1/responses", response(begun["id"], None)),
+        )
+        for way in ways:
+            status, _, found = await asked(session, *way)
+            assert (status, found["error"]["code"]) == (503, "not_ready"), way
+            assert "it may be at a pipeline that does not answer now (b: it refuses connections)" in str(found), way
+        assert (await asked(session, "POST", "/v1/responses", more))[:2] == (404, "a"), "only its model's count"
+        await served[1].start()
+        await until(session, b="ready")
+        for way in ways:
+            assert (await asked(session, *way))[0] == 404, "each has said so"
 
 
 async def test_a_model_chooses_the_pipeline_of_a_conversation(tokenizer: Tokenizer) -> None:

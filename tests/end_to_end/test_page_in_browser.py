@@ -145,6 +145,24 @@ async def test_a_person_watches_asks_and_chats(pipeline: Pipeline, tmp_path: Pat
         assert all(url.startswith(own) for url in tab.requests), "no other server is asked for anything"
 
 
+async def test_a_key_given_while_a_refusal_is_on_its_way_is_not_asked_for_again(pipeline: Pipeline) -> None:
+    hold = (
+        "(() => { const real = window.fetch; window.fetch = async (...given) => { const reply = await real(...given);"
+        " if (reply.status === 401) { window.held = true; await new Promise((go) => { window.letGo = go; }); }"
+        " return reply; }; })()"
+    )
+    async with browsing() as tab:
+        await tab.look()
+        await tab.go(f"{pipeline.url}/")
+        await tab.until("document.querySelector('#key')?.open")
+        await tab.value(hold)
+        await tab.until("window.held")
+        await give_key(tab, KEY)
+        await tab.value("window.letGo()")
+        await tab.until("document.querySelector('#phase').textContent === 'ready'")
+        assert not await tab.value("document.querySelector('#key').open"), "the key that it has is good"
+
+
 async def _sees_batches(tab: Tab) -> None:
     await tab.until("document.querySelector('#phase').textContent === 'ready'")
     await tab.until(f"document.querySelectorAll('tbody tr.pick').length >= {N_STREAMS}")

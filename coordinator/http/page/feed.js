@@ -1,6 +1,6 @@
 // One poll a second of what the coordinator saw, for all views of this page; none while the page is hidden.
 
-import { ask, frozen } from "./dom.js";
+import { apiKey, ask, frozen } from "./dom.js";
 
 const EVERY_MS = 1000;
 const IDLE_MS = 2000; // while all is well and nothing runs
@@ -80,6 +80,7 @@ async function poll() {
   running = true;
   clearTimeout(timer);
   const began = performance.now();
+  const key = apiKey();
   let fresh = [];
   try {
     const reply = await ask(`/v1/pipeline/live?after=${feed.look}`, { signal: AbortSignal.timeout(8000) });
@@ -88,7 +89,8 @@ async function poll() {
     feed.error = null;
   } catch (error) {
     feed.error = error;
-    if (error.status === 401) wantsKey(error.message);
+    // Polls go on while a person types: a refusal of the key before says nothing of the one that was given meanwhile.
+    if (error.status === 401 && apiKey() === key) wantsKey(error.message);
   }
   running = false;
   tell(fresh);

@@ -25,7 +25,7 @@ from relayline.coordinator.gateway.gate import PipelineLostError, wakes
 from relayline.coordinator.gateway.links import Link, Links, is_refused
 from relayline.coordinator.gateway.metrics import GatewayMetrics
 from relayline.coordinator.gateway.peek import Asked
-from relayline.coordinator.gateway.router import Backend, maybe_at, no_replica
+from relayline.coordinator.gateway.router import LOST, Backend, maybe_at, no_replica
 from relayline.coordinator.http.edge.body import Request
 from relayline.coordinator.http.edge.clients import BEHALF, KEY
 from relayline.coordinator.http.edge.errors import error_body
@@ -232,7 +232,7 @@ class Forwarder:
                     return await _refusal(answer)
                 return await answering.run(answer, outgoing)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            problem = "it stopped answering" if isinstance(error, TimeoutError) else "the connection to it was lost"
+            problem = "it stopped answering" if isinstance(error, TimeoutError) else LOST
             self._note_trouble(link, error)
             if answering.response is None:
                 raise _LostError from None

@@ -33,6 +33,7 @@ from relayline.wire.common.phase import Phase
 
 WRITTEN_COST = 16  # one token of an answer, in tokens of a prompt that is read: a step costs about as much
 NAMES_SHOWN = 20  # of the models that are served, in an error
+LOST = "the connection to it was lost"
 
 
 class Health(enum.StrEnum):
@@ -308,7 +309,10 @@ def maybe_at(silent: Iterable[Backend]) -> RelaylineError:
 
 
 def _states(backends: Iterable[Backend]) -> str:
-    return "; ".join(f"{each.name}: {each.problem or each.health}" for each in backends)
+    """Say why these pipelines did not answer. One that was heard a moment ago has just lost a connection."""
+    return "; ".join(
+        f"{each.name}: {each.problem or (LOST if each.answers else each.health.value)}" for each in backends
+    )
 
 
 def _not_ready(message: str) -> NotReadyError:

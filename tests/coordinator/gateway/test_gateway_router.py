@@ -106,6 +106,9 @@ def test_models_choose_the_pipeline_and_errors_say_which_there_are() -> None:
     with pytest.raises(NotReadyError, match=r"no replica of chat answers \(a: it refuses connections\)") as caught:
         router.choose(Asked("chat"))
     assert caught.value.retry_after_s
+    router = router_of(a=READY)
+    with pytest.raises(NotReadyError, match=r"no replica of chat answers \(a: the connection to it was lost\)"):
+        router.choose(Asked("chat"), [backend_of(router, "a")])
     with pytest.raises(NotReadyError, match="not every pipeline has been reached yet"):
         router_of(a=READY, b=None).choose(Asked("small"))
     with pytest.raises(NotReadyError, match="no pipeline has been reached yet"):

@@ -6,10 +6,12 @@ So what it has promised to somebody is asked for like any other request, and cou
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
+import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from aiohttp import web
@@ -18,6 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from relayline.coordinator.http.edge.middleware import OUTERMOST
 
 INSIDE = "x-relayline-inside"
+_PREFIX, _NAME = "relayline-api-", "api"  # of directory and socket; short: sockets have names of 107 bytes
 LetIn = Callable[[web.Request, str], None]
 
 
@@ -54,7 +57,32 @@ class Inside:
     @contextlib.asynccontextmanager
     async def listening(self, runner: web.AppRunner) -> AsyncIterator[Path]:
         """Take such requests within; gives the socket."""
-        with tempfile.TemporaryDirectory(prefix="relayline-") as directory:  # short: sockets have names of 107 bytes
-            socket = Path(directory) / "api"
+        with _own_directory() as directory:
+            socket = directory / _NAME
             await web.UnixSite(runner, socket).start()
             yield socket
+
+
+@contextlib.contextmanager
+def _own_directory() -> Iterator[Path]:
+    """Gives a directory for a socket, locked for as long as this process lives."""
+    _clear_left()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
+        lock = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(directory)
+        finally:
+            os.close(lock)
+
+
+def _clear_left() -> None:
+    """Remove the sockets of coordinators that were killed: nobody locks their directories."""
+    for socket in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_NAME}"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            lock = os.open(socket.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_uid == os.geteuid():
+                os.unlink(_NAME, dir_fd=lock)
+                socket.parent.rmdir()

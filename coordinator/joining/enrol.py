@@ -149,8 +149,9 @@ async def serve_enrolment(config: EnrolConfig | None, security: LinkSecurity, jo
     context = server_context(cert, key)
     service = Enrolment(config.authority, identity.host, port_of(join_address), config.pipeline)
     runner, port = await start_http(
-        service.app(), config.host, config.port, context=context, what="enrolment", flag="--enrol-listen"
-    )
+        service.app(), config.host, config.port,
+        context=context, what="enrolment", flag="--enrol-listen", for_hosts=True,
+    )  # fmt: skip
     try:
         address = address_of(config.host, port)
         service.codes.address = enrol_address_of(security, address)

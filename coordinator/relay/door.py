@@ -17,6 +17,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.process import first_of
 from relayline.wire.common.tasks import end_task, start_among
 from relayline.wire.links.carrying import Call, Carried, End, carry, prepare
+from relayline.wire.links.families import hosts_of_both
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import address_group, is_loopback
 from relayline.wire.pb.relayline.v1 import tunnel_pb2 as pb
@@ -90,9 +91,9 @@ class Door:
         return Carried(sum(one.to_stage_bytes for one in each), sum(one.from_stage_bytes for one in each))
 
     async def listen(self, host: str, port: int) -> None:
-        """Listen from now on. Raises OSError."""
+        """Listen from now on, at 0.0.0.0 by IPv6 too. Raises OSError."""
         limit = bounds.RELAY_BUFFER_BYTES // 2  # asyncio reads up to twice as much
-        self._server = await asyncio.start_server(self._came, host, port, limit=limit)
+        self._server = await asyncio.start_server(self._came, hosts_of_both(host), port, limit=limit)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def begin(self, tunnel: Tunnel) -> None:

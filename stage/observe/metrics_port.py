@@ -108,7 +108,7 @@ async def serving(
     try:
         try:
             if door is not None:
-                await door.listen(host, port)
+                await door.listen([host], port)
             else:
                 await web.TCPSite(runner, host, port).start()
         except OSError as error:

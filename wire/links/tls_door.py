@@ -55,9 +55,9 @@ class Door:
         self._accepting: list[asyncio.Task[None]] = []
         self._shaking: set[asyncio.Task[None]] = set()
 
-    async def listen(self, host: str, port: int) -> None:
-        """Take connections from now on, port 0 at a free one. Raises OSError."""
-        self.sockets = await _listening(host, port)
+    async def listen(self, hosts: Sequence[str], port: int) -> None:
+        """Take connections from now on, at one port of all hosts; 0 takes a free one. Raises OSError."""
+        self.sockets = await _listening(hosts, port)
         self._accepting = [asyncio.create_task(self._accept(each)) for each in self.sockets]
 
     def close(self) -> None:
@@ -100,20 +100,22 @@ class Door:
             self._left(shaking)
 
 
-async def _listening(host: str, port: int) -> list[socket.socket]:
+async def _listening(hosts: Sequence[str], port: int) -> list[socket.socket]:
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            sock = socket.socket(family, kind, protocol)
-            sockets.append(sock)
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(address)
-            sock.listen(_BACKLOG)
+        for host in hosts:
+            taken = sockets[0].getsockname()[1] if sockets else port
+            found = await loop.getaddrinfo(host, taken, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                sock = socket.socket(family, kind, protocol)
+                sockets.append(sock)
+                sock.setblocking(False)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind(address)
+                sock.listen(_BACKLOG)
     except BaseException:
         for sock in sockets:
             sock.close()

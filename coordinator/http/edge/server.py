@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ from aiohttp import web
 from relayline.coordinator.http.edge.connection import Server
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.wire.common.errors import StartError
+from relayline.wire.links.families import hosts_of_both
 from relayline.wire.links.security import address_of
 from relayline.wire.links.tls_door import Door
 from relayline.wire.links.tls_server import server_context
@@ -23,14 +25,14 @@ LIMITS = web.AppKey("limits", HttpLimits)  # of an application, where it has its
 class _TlsSite(web.BaseSite):
     """A port with TLS, whose connections count while they shake hands too."""
 
-    def __init__(self, runner: _Runner, host: str, port: int, context: ssl.SSLContext) -> None:
+    def __init__(self, runner: _Runner, hosts: Sequence[str], port: int, context: ssl.SSLContext) -> None:
         super().__init__(runner, ssl_context=context)
-        self._host, self._port, self._context = host, port, context
+        self._hosts, self._port, self._context = hosts, port, context
 
     @property
     def name(self) -> str:
         """Return what aiohttp calls it."""
-        return f"https://{address_of(self._host, self._port)}"
+        return f"https://{address_of(self._hosts[0], self._port)}"
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -38,7 +40,7 @@ class _TlsSite(web.BaseSite):
         server = cast(Server, self._runner.server)
         door = Door(server.shaken, server.shakes, server.crowd.leave, self._context)
         self._server = cast(asyncio.AbstractServer, door)  # of which aiohttp takes `sockets` and `close`
-        await door.listen(self._host, self._port)
+        await door.listen(self._hosts, self._port)
 
 
 class _Runner(web.AppRunner):
@@ -58,9 +60,10 @@ async def start_http(
     context: ssl.SSLContext | None = None,
     what: str = "HTTP",
     flag: str = "--http",
+    for_hosts: bool = False,
 ) -> tuple[web.AppRunner, int]:
     """Serve `app` on host:port (port 0 takes a free one), over TLS with a `context`; return the runner, and the port
-    that it got.
+    that it got. `for_hosts`: 0.0.0.0 is every address by IPv6, too, as for the links between hosts; this takes TLS.
 
     Handlers are cancelled when their client goes away, which is what frees its lanes. Stop with `runner.cleanup()`,
     which waits `shutdown_timeout_s` for running requests; drain before it. Raises StartError when the address cannot
@@ -71,7 +74,8 @@ async def start_http(
     runner = _Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port) if context is None else _TlsSite(runner, host, port, context)
+        hosts = hosts_of_both(host) if for_hosts else [host]
+        site = web.TCPSite(runner, host, port) if context is None else _TlsSite(runner, hosts, port, context)
         await site.start()
     except OSError as error:
         await runner.cleanup()

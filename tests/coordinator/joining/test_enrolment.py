@@ -199,6 +199,16 @@ async def test_a_host_with_an_empty_disk_gets_a_stages_files(port: Port):
     assert [one.file.name for one in memberships(port.disk / "host")] == ["old"]
 
 
+async def test_hosts_enrol_by_both_families_at_every_address(ca: Path, tmp_path: Path):
+    security = load_security(ca / "coordinator", environment={}, role=Role.COORDINATOR)
+    async with serve_enrolment(EnrolConfig(SigningAuthority(ca), "0.0.0.0", 0), security, "0.0.0.0:7000") as address:
+        number = int(address.rpartition(":")[2])
+        for name, host in (("old", "127.0.0.1"), ("server", "::1")):
+            token = invite(ca, name, f"{name}.test")
+            joined = await asyncio.to_thread(enrol, host, number, token, tmp_path / name)
+            assert host in {*names_of(read_certificate(joined.directory / "cert.pem"))}, "the address that it has"
+
+
 async def test_the_same_line_again_on_the_same_host_asks_for_nothing(port: Port):
     token = invite(port.ca, "old", "old.test")
     first = await port.enrol(token)

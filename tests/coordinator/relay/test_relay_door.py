@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from relayline.coordinator.relay.door import TICKET_BYTES, Door, Tunnel
+from relayline.deploy.machine.ports import free_port
 from relayline.wire.common import bounds
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.pb.relayline.v1 import tunnel_pb2 as pb
@@ -105,6 +106,19 @@ async def test_a_tunnel_takes_the_place_of_the_one_before_which_ends_nothing_the
         assert await is_closed(reader), "the port stays open without a tunnel, and takes nobody in"
         writer.close()
         assert (door.n_refused, door.n_open) == (1, 0)
+
+
+async def test_a_door_at_every_address_takes_connections_by_both_families() -> None:
+    door, port = Door("a"), free_port()
+    await door.listen("0.0.0.0", port)
+    try:
+        for n, host in enumerate((LOCAL, "::1"), 1):
+            reader, writer = await asyncio.open_connection(host, port)
+            assert await is_closed(reader), "it has no tunnel"
+            writer.close()
+            assert (door.port, door.n_refused) == (port, n)
+    finally:
+        await door.close()
 
 
 async def test_bytes_of_ended_connections_still_count() -> None:

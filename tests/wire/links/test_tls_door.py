@@ -37,7 +37,7 @@ async def opened() -> AsyncIterator[tuple[Door, Heard, int]]:
     """A door whose handshakes all fail: it has no certificate."""
     heard = Heard()
     door = Door(lambda _: asyncio.Protocol(), heard.take, heard.left.append, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    await door.listen(LOCAL, 0)
+    await door.listen([LOCAL], 0)
     try:
         async with asyncio.timeout(WAIT_S):
             yield door, heard, door.sockets[0].getsockname()[1]

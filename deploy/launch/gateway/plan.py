@@ -26,6 +26,8 @@ from relayline.deploy.manifest.scalars import is_local
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links import enrolment
 from relayline.wire.links.security import address_of
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import KEPT_DIRECTORIES, ServingSettings
 
 JoinPorts = tuple[int, int]  # where stages join, and where their hosts get certificates; 0: not known before the start
 PORTS_APART = 100  # join ports of two pipelines whose stages are on other hosts, where the manifests name none
@@ -170,6 +172,7 @@ def changes_behind(
     changes: dict[str, Any] = {"coordinator.http.tls": None}
     if member.stages is not None:
         changes["stages"] = stages_of(member)
+        changes |= _kept_beside(inner, member)
     coordinator = inner.spec.coordinator
     stages = (*(inner.stages if member.stages is None else member.stages), *inner.spares)
     is_apart = not (is_local(coordinator.host) and all(stage.is_local for stage in stages))
@@ -181,6 +184,15 @@ def changes_behind(
         if not coordinator.relay_port and any(stage.relay for stage in stages):
             changes["coordinator.relayPort"] = kept[0] + RELAY_PORT - JOIN_PORT
     return changes
+
+
+def _kept_beside(inner: Manifest, member: Member) -> dict[str, Any]:
+    """Return where a replica keeps things for clients: NAME-2 in DIR-2, since a directory is one coordinator's."""
+    number, found = member.name.rpartition("-")[2], dict[str, Any]()
+    for name in KEPT_DIRECTORIES:
+        if directory := getattr(inner.serving, name):
+            found[entry_of(ServingSettings, name).place] = f"{Path(directory)}-{number}"
+    return found
 
 
 def beside_text(manifest: GatewayManifest, member: Member) -> str:

@@ -76,6 +76,16 @@ def test_unset_values_of_a_manifest_stay_unset_behind_a_gateway(house: Write, tm
     assert at_home(second.manifest, lambda _: False, lambda _: "10.255.0.9").spec.coordinator.host == "10.255.0.9"
 
 
+def test_each_replica_keeps_things_in_a_directory_of_its_own(house: Write, tmp_path: Path) -> None:
+    kept = "coordinator: {responsesDir: kept/responses/, batchDir: kept/batches}"
+    found = pipelines_behind(load_gateway(house(TWO, kept)))
+    places = [(one.serving.responses_dir, one.serving.batch_dir) for each in found if (one := each.manifest)]
+    assert [tuple(Path(place) for place in each) for each in places] == [
+        (tmp_path / "kept/responses", tmp_path / "kept/batches"),
+        (tmp_path / "kept/responses-2", tmp_path / "kept/batches-2"),
+    ]
+
+
 def test_ports_that_two_pipelines_want(house: Write) -> None:
     again = "  pipelines: [{name: a, manifest: inner.yaml, replicas: [{stages: [%s]}, {stages: [%s]}]}]\n"
     apart = house(again % ("{name: x, host: 10.255.0.1}", "{name: y, host: 10.255.0.2}"))

@@ -10,6 +10,7 @@ import fcntl
 import hmac
 import os
 import secrets
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from relayline.coordinator.http.edge.middleware import OUTERMOST
+from relayline.wire.common.errors import StartError
 
 INSIDE = "x-relayline-inside"
-_PREFIX, _NAME = "relayline-api-", "api"  # of directory and socket; short: sockets have names of 107 bytes
+_PREFIX, _NAME = "relayline-api-", "api"  # of directory and socket
+_SOCKET_BYTES_MAX = 103  # of a socket's name: macOS's bound; Linux has 107
 LetIn = Callable[[web.Request, str], None]
 
 
@@ -71,9 +74,21 @@ def _own_directory() -> Iterator[Path]:
         lock = os.open(directory, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(directory)
+            yield _short(Path(directory), lock)
         finally:
             os.close(lock)
+
+
+def _short(directory: Path, opened: int) -> Path:
+    """Return a name of an open directory for this user's processes that is short enough for a socket in it.
+
+    TMPDIR may be long, that of a job on a cluster for instance. Raises StartError where there is no shorter name.
+    """
+    if len(os.fsencode(directory / _NAME)) <= _SOCKET_BYTES_MAX:
+        return directory
+    if not sys.platform.startswith("linux"):
+        raise StartError(f"{directory.parent}: its name is too long for a socket; set TMPDIR to a shorter one")
+    return Path(f"/proc/{os.getpid()}/fd/{opened}")
 
 
 def _clear_left() -> None:

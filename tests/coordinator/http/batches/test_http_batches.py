@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ async def test_a_batch_is_answered_and_its_failures_are_apart(tokenizer: Tokeniz
             "running": 0, "waiting": 0, "ended": 1, "requests_waiting": 0, "requests_done": 0, "requests_failed": 0,
             "files": 2, "file_bytes": len(text) + (await client.files.retrieve(done.error_file_id)).bytes,
         }  # fmt: skip
+
+
+async def test_a_batch_is_answered_where_temporary_files_have_a_long_name(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = tmp_path / ("job-" * 30)
+    far.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(far))
+    async with serving_batches(tokenizer, tmp_path / "kept") as (url, _), openai_client(url) as client:
+        batch = await begun(client, request_lines("a", "b"))
+        assert (await ended(client, batch.id)).request_counts.completed == 2
+    assert not list(far.iterdir())
 
 
 async def test_each_request_of_a_batch_can_be_found_among_the_traces(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -22,6 +22,14 @@ DISK_ERRORS = frozenset(
 _RETRIES_MODULE = "_http"  # of huggingface_hub, which logs every attempt
 _SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")  # with it anybody may read the file, until it expires
 
+# What to do about errors, by a part of their text.
+_ADVICE = (
+    ("CERTIFICATE_VERIFY_FAILED", "SSL_CERT_FILE names the certificates of a proxy that opens TLS"),
+    ("socksio", "`pip install socksio`, or unset ALL_PROXY"),
+    ("proxy URL", "check HTTPS_PROXY and ALL_PROXY"),
+    ("'ascii' codec", "check HF_TOKEN"),
+)
+
 log = logging.getLogger("relayline.up")
 
 
@@ -94,7 +102,7 @@ def explain_refusal(model: HubFile, file: str, revision: str, error: Exception) 
     elif isinstance(error, errors.RevisionNotFoundError):
         text = f"{where}: the repository has no revision {revision!r}"
     elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        text = f"{where}: not in the local cache, and the hub cannot be reached; check the network and HF_HUB_OFFLINE"
+        text = f"{where}: not in the local cache, and {unreached(error)}"
     elif isinstance(error, errors.EntryNotFoundError):
         text = f"{where}: the repository has no such file"
     elif isinstance(error, errors.HFValidationError):
@@ -106,7 +114,7 @@ def explain_refusal(model: HubFile, file: str, revision: str, error: Exception) 
     elif asked_s(error):
         text = f"{where}: cannot be downloaded: {answer_text(error)}; try again then"
     else:
-        text = f"{where}: cannot be downloaded: {first_line(error)}"
+        text = f"{where}: cannot be downloaded: {_why(error)}"
     raise ModelFileError(text) from error
 
 
@@ -117,7 +125,34 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, HfHubHTTPError) and not is_busy(error)
 
 
-def first_line(error: Exception) -> str:
+def unreached(error: Exception) -> str:
+    """Return that the hub cannot be reached, why, and what to do."""
+    why = _why(error)
+    return f"the hub cannot be reached: {why}{'' if '; ' in why else '; check the network'}"
+
+
+def _why(error: Exception) -> str:
+    """Return the reason of an error, and what to do where that is known: a proxy, certificate or token may be wrong."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
+        chain.append(before)
+    if any(isinstance(each, OfflineModeIsEnabled) for each in chain):
+        return "HF_HUB_OFFLINE is set; unset it"
+    for each in chain:
+        advice = next((f"; {advice}" for part, advice in _ADVICE if part in str(each)), "")
+        if advice:
+            return f"{first_line(each)}{advice}"
+        if isinstance(each, FileNotFoundError) and each.filename is None:  # as Python reports missing certificates
+            for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+                if (path := os.environ.get(name)) and not os.path.exists(path):
+                    return f"{name}={path}: {each.strerror}; name one that is there"
+    # the client's own error says only that no file is here
+    return first_line(next((each for each in chain if not isinstance(each, LocalEntryNotFoundError)), error))
+
+
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's text that says something, else its kind; no address with a signature."""
     return next((line.strip() for line in _unsigned(str(error)).splitlines() if line.strip()), type(error).__name__)
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from relayline.deploy.manifest.model import HUB_SCHEME
 from relayline.deploy.models.hub_choice import chosen_file
-from relayline.deploy.models.hub_client import DISK_ERRORS, explain_refusal, is_refusal, set_up_hub
+from relayline.deploy.models.hub_client import DISK_ERRORS, explain_refusal, is_refusal, set_up_hub, unreached
 from relayline.deploy.models.hub_download import load_blob
 from relayline.deploy.models.hub_patience import is_away
 from relayline.deploy.models.hub_reference import HubFile
@@ -58,10 +58,7 @@ def names_on_hub(model: HubFile) -> list[str]:
             return kept
         if isinstance(error, errors.HfHubHTTPError):
             explain_refusal(model, "", model.revision, error)
-        raise ModelFileError(
-            f"{HUB_SCHEME}{model.repo}: the hub cannot be reached, and none of its models is here; "
-            "check the network and HF_HUB_OFFLINE"
-        ) from error
+        raise ModelFileError(f"{HUB_SCHEME}{model.repo}: none of its models is here, and {unreached(error)}") from error
 
 
 def _is_away(model: HubFile) -> bool:

@@ -152,6 +152,28 @@ def test_a_hub_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("reference", ["hf://org/repo/model.gguf", "hf://org/repo"])
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("SSL_CERT_FILE", "/none/ca.pem", "=/none/ca.pem: No such file or directory; name one that is there"),
+        ("ALL_PROXY", "socks5://127.0.0.1:1", "; `pip install socksio`, or unset ALL_PROXY"),
+        ("HTTPS_PROXY", "ftp://127.0.0.1:1", "; check HTTPS_PROXY and ALL_PROXY"),
+        ("HF_TOKEN", "kéy", "; check HF_TOKEN"),
+        ("HF_HUB_OFFLINE", "1", ": HF_HUB_OFFLINE is set; unset it"),
+        ("NO_PROXY", "127.0.0.1", "the hub cannot be reached: [Errno 111] Connection refused; check the network"),
+    ],
+)
+def test_a_hub_that_is_not_reached_says_what_is_in_the_way(
+    tmp_path: Path, reference: str, variable: str, value: str, says: str
+) -> None:
+    """It asked to check the network, whatever the cause."""
+    code, text = load("https://127.0.0.1:1", tmp_path, reference, program=AT_ONCE + PROGRAM, **{variable: value})
+    assert code == 3
+    assert text.endswith(says)
+    assert "\n" not in text
+
+
 def test_a_repository_is_listed_once(hub: Hub, tmp_path: Path) -> None:
     hub.files = {f"org/one/{name}": WHOLE for name in ("model.gguf", "mmproj-model.gguf")}
     program = """

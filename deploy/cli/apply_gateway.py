@@ -17,7 +17,7 @@ from relayline.deploy.launch.board import unlike_manifest
 from relayline.deploy.launch.context import with_running_context
 from relayline.deploy.launch.control import Launched, key_of
 from relayline.deploy.launch.gateway.change import AS_BEFORE, OTHERS_SERVE, GatewayDifference, difference
-from relayline.deploy.launch.gateway.plan import stages_of
+from relayline.deploy.launch.gateway.plan import own_of_replica
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.prepare import named, override
@@ -134,8 +134,7 @@ def _inner(plan: GatewayPlan, member: Member) -> tuple[Launch, StateDir]:
     changes: dict[str, Any] = {"coordinator.http.tls": None, "coordinator.http.host": LOCALHOST}
     if state is not None and state.url:
         changes["coordinator.http.port"] = URL(state.url).port
-    if member.stages is not None:
-        changes["stages"] = stages_of(member)
+    changes |= own_of_replica(wanted, member)
     if directory.manifest.exists():
         ports, own = load_manifest(directory.manifest).spec.coordinator, wanted.spec.coordinator
         changes["coordinator.joinPort"] = own.join_port or ports.join_port

@@ -169,10 +169,7 @@ def changes_behind(
 
     `taken`: join ports of those before it; `kept`: its own, where it has some already.
     """
-    changes: dict[str, Any] = {"coordinator.http.tls": None}
-    if member.stages is not None:
-        changes["stages"] = stages_of(member)
-        changes |= _kept_beside(inner, member)
+    changes: dict[str, Any] = {"coordinator.http.tls": None, **own_of_replica(inner, member)}
     coordinator = inner.spec.coordinator
     stages = (*(inner.stages if member.stages is None else member.stages), *inner.spares)
     is_apart = not (is_local(coordinator.host) and all(stage.is_local for stage in stages))
@@ -186,13 +183,18 @@ def changes_behind(
     return changes
 
 
-def _kept_beside(inner: Manifest, member: Member) -> dict[str, Any]:
-    """Return where a replica keeps things for clients: NAME-2 in DIR-2, since a directory is one coordinator's."""
-    number, found = member.name.rpartition("-")[2], dict[str, Any]()
+def own_of_replica(inner: Manifest, member: Member) -> dict[str, Any]:
+    """Return the changes that make a pipeline's manifest that of a replica; none for the pipeline itself.
+
+    They are its stages, and where it keeps things for clients: NAME-2 in DIR-2, since a directory is one coordinator's.
+    """
+    if member.stages is None:
+        return {}
+    number, changes = member.name.rpartition("-")[2], dict[str, Any](stages=stages_of(member))
     for name in KEPT_DIRECTORIES:
         if directory := getattr(inner.serving, name):
-            found[entry_of(ServingSettings, name).place] = f"{Path(directory)}-{number}"
-    return found
+            changes[entry_of(ServingSettings, name).place] = f"{Path(directory)}-{number}"
+    return changes
 
 
 def beside_text(manifest: GatewayManifest, member: Member) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from relayline.coordinator.planner.memory import GPU_RESERVE_BYTES_MIN, GpuMemory, StageMemory
+from relayline.deploy.cli.apply_gateway import _inner
 from relayline.deploy.launch.gateway.pipelines import clashes, pipelines_behind
+from relayline.deploy.launch.gateway.plan import plan_gateway
 from relayline.deploy.launch.here import at_home, facing
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
@@ -84,6 +86,18 @@ def test_each_replica_keeps_things_in_a_directory_of_its_own(house: Write, tmp_p
         (tmp_path / "kept/responses", tmp_path / "kept/batches"),
         (tmp_path / "kept/responses-2", tmp_path / "kept/batches-2"),
     ]
+
+
+def test_a_replica_that_runs_is_compared_with_what_up_starts(house: Write, tmp_path: Path) -> None:
+    """Otherwise `up` would find a change in its directories, and start it again each time."""
+    path = house(TWO, "coordinator: {responsesDir: responses, batchDir: batches}")
+    gateway = load_gateway(path)
+    plan = plan_gateway(gateway, path, "house", tmp_path / "of-house")
+    for member, started in zip(gateway.members()[:2], pipelines_behind(gateway), strict=False):
+        compared, _ = _inner(plan, member)
+        assert started.manifest is not None
+        assert compared.manifest.serving == started.manifest.serving
+        assert compared.manifest.stages == started.manifest.stages
 
 
 def test_ports_that_two_pipelines_want(house: Write) -> None:

@@ -13,7 +13,7 @@ import aiohttp
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.doctor.report import Finding, failure, in_daemon, ok, warning
-from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.launch.ports import loopback_problem, port_problem, wanted_ports
 from relayline.deploy.machine.addresses import is_this_machine
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
@@ -40,8 +40,9 @@ OTLP_PORTS = {"http": 4318, "https": 4318, "grpc": 4317, "": 4317}
 
 
 def look_ports(manifest: Manifest, *, running: bool) -> list[Finding]:
-    """Look whether the ports that this machine's processes will listen on are free."""
-    findings = []
+    """Look whether this machine reaches itself, and whether the ports that its processes will listen on are free."""
+    problem = loopback_problem()
+    findings = [failure("loopback", *problem.split("; ", 1))] if problem else []
     for what, host, port in wanted_ports(manifest):
         problem = port_problem(host, port)
         check = f"port {port}"

@@ -13,7 +13,7 @@ from relayline.deploy.launch.arrange import stage_directory
 from relayline.deploy.launch.companions import check_companions_here
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.kept_places import check_kept_directories
-from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.launch.ports import loopback_problem, port_problem, wanted_ports
 from relayline.deploy.launch.stage_checks import check_names, check_stage_devices, warn_of_prefix_directory
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
@@ -64,6 +64,8 @@ def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
     Raises UsageError, StartError.
     """
     check_names(manifest)
+    if problem := loopback_problem():
+        raise StartError(problem)
     check_ports(manifest, may_run=may_run)
     check_stage_devices(manifest)
     warn_of_prefix_directory(manifest)

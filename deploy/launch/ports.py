@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from relayline.deploy.machine.ports import LOCALHOST
 from relayline.wire.common.errors import StartError
-from relayline.wire.common.texts import named_stage
+from relayline.wire.common.texts import named_stage, system_reason
 from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
     from relayline.deploy.manifest import Manifest
+
+LOOPBACK_TIMEOUT_S = 5.0  # a connection within the machine takes microseconds; a firewall may drop it
 
 
 def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
@@ -57,6 +59,22 @@ def port_problem(host: str, port: int) -> str | None:
             if error.errno == errno.EACCES:
                 return f"{address_of(host, port)}: {error.strerror}; take a port from 1024 on"
             return f"{address_of(host, port)}: {error.strerror}"
+    return None
+
+
+def loopback_problem() -> str | None:
+    """Return why this machine cannot be reached at LOCALHOST, and what to do; None if it can.
+
+    All processes of a pipeline on one machine talk there. Where its interface is down, ports can be had all the same.
+    """
+    try:
+        with socket.create_server((LOCALHOST, 0)) as listener:
+            socket.create_connection(listener.getsockname(), LOOPBACK_TIMEOUT_S).close()
+    except OSError as error:
+        return (
+            f"{LOCALHOST} cannot be reached: {system_reason(error) or error}; processes of a pipeline talk "
+            "there: bring the loopback interface up, as with `ip link set lo up`"
+        )
     return None
 
 

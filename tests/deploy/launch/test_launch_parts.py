@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -356,6 +358,27 @@ def test_ports_that_are_taken_are_all_named(tmp_path: Path) -> None:
         manifest_of(text.replace(f"port: {http_port}", f"port: {port}"), tmp_path)
     assert port_problem("127.0.0.1", port) is None
     assert port_problem("192.0.2.1", 1) is not None, "an address of no interface here"
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("setup", ["true", "ip link set lo up && ip addr del 127.0.0.1/8 dev lo"])
+def test_a_machine_that_does_not_reach_itself_is_refused_at_once(tmp_path: Path, setup: str) -> None:
+    """Ports can be had on an interface that is down, so the processes waited for each other without an end."""
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces are not allowed here")
+    manifest = tmp_path / "small.yaml"
+    manifest.write_text(SMALL + "  stages: [{name: a}]\n")
+    program = (
+        "import sys; from pathlib import Path; from relayline.deploy.launch.checks import check_before_work;"
+        "from relayline.deploy.manifest import load_manifest; check_before_work(load_manifest(Path(sys.argv[1])))"
+    )
+    command = f'{setup} && exec "$0" -c "$1" "$2"'
+    ended = subprocess.run(
+        ["unshare", "-n", "sh", "-c", command, sys.executable, program, str(manifest)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "StartError: 127.0.0.1 cannot be reached: " in ended.stderr
+    assert ended.stderr.rstrip().endswith("bring the loopback interface up, as with `ip link set lo up`")
 
 
 def test_the_launcher_makes_tls_material_once_and_renews_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import click
 
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.files import write_again
-from relayline.wire.common.texts import printable
+from relayline.wire.common.texts import not_text, printable
 
 
 class NamedPath(click.Path):
@@ -57,9 +57,7 @@ class Target(NamedPath):
 
     def problem(self, path: Path) -> str:
         """Return what is wrong with a path; empty for nothing. Raises OSError."""
-        if any("\ud800" <= char <= "\udfff" for char in str(path)):
-            return "the name is not UTF-8; rename it"
-        return super().problem(path)
+        return not_text(path) or super().problem(path)
 
 
 class PathToRead(NamedPath):
@@ -128,7 +126,7 @@ class DirectoryToRead(Directory):
 def write_text(path: Path, text: str) -> None:
     """Write a file that a user named: whole or not at all, and through a link where it points. Raises StartError."""
     try:
-        write_again(path.resolve(), text.encode())
+        write_again(path.resolve(), text.encode(errors="surrogateescape"))  # names of files, as they are on the disk
     except OSError as error:
         raise StartError(f"{path}: {error.strerror or error}") from error
 

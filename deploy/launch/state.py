@@ -39,6 +39,7 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.files import naming, write_again
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import state_dir
+from relayline.wire.common.texts import not_text
 
 STATE_VERSION = 1
 STATE_FILE = "state.json"
@@ -167,6 +168,8 @@ class StateDir:
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
         """Hold the lock of this directory. Raises StartError if a live supervisor holds it, or if it cannot be made."""
+        if problem := not_text(self.path.absolute()):  # the manifest in it names files beside it
+            raise StartError(f"{self.path}: cannot keep state here: {problem}; {ANOTHER}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Logs and settings say who asked for what, and tls/ holds keys: this user's alone.

@@ -11,7 +11,7 @@ from typing import Any
 from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
 from relayline.deploy.manifest.starter import pipeline_name
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.texts import counted
+from relayline.wire.common.texts import counted, not_text
 from relayline.wire.settings.setting import entries, entry_of
 from relayline.wire.settings.table import TABLES, EngineSettings
 
@@ -42,7 +42,10 @@ def smallest_manifest(model: Path, name: str = "", **settings: Any) -> Manifest:
     """Return a manifest that names the model and nothing else, but for settings by their names in the tables.
 
     `name`: of the pipeline; empty: made from the model's file name. The API listens on a port that the system chooses.
+    Raises UsageError for a model in a directory whose name no manifest can hold.
     """
+    if problem := not_text(model.absolute()):
+        raise UsageError(f"{model.absolute()}: {problem}")
     data: dict[str, Any] = {
         "apiVersion": API_VERSION,
         "kind": KIND,

@@ -12,7 +12,8 @@ from relayline.deploy.models.progress import error_console, progress_bar
 from relayline.deploy.models.trial import try_artifacts
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.logs import PRINTED
-from relayline.wire.common.places import cache_dir
+from relayline.wire.common.places import cache_dir, moving_cache
+from relayline.wire.common.texts import not_text
 
 log = logging.getLogger("relayline.up")
 
@@ -23,7 +24,12 @@ def splits_dir() -> Path:
 
 
 def split_place(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None) -> Path:
-    """Return where the cache keeps a model's split: by its cuts, however they were chosen. Raises ModelFileError."""
+    """Return where the cache keeps a model's split: by its cuts, however they were chosen.
+
+    Raises ModelFileError, and UsageError for a cache whose name no other process can be told.
+    """
+    if problem := not_text(cache_dir().absolute()):
+        raise UsageError(f"{cache_dir()}: {problem}{moving_cache(cache_dir())}")
     if not cuts and n_stages and n_stages > 1:
         facts = inspect_model(model)
         cuts = balanced_cuts(facts, n_stages) if facts.supported else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,16 @@ def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
     if not kept.isprintable():
         kept = "".join([each if each.isprintable() else _escaped(each) for each in kept])
     return f"{kept}... ({n_more} more characters)" if n_more > 0 else kept
+
+
+def not_text(path: object) -> str:
+    """Return why a path cannot be text, as manifests and other processes need it, and what to do; empty if it can."""
+    if not any("\ud800" <= char <= "\udfff" for char in str(path)):
+        return ""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8":
+        return f"the name is not {encoding}, which this locale asks for; set LC_ALL=C.UTF-8"
+    return "the name is not UTF-8; rename it"
 
 
 def whole_number(text: str, digits_max: int) -> int | None:

@@ -12,9 +12,11 @@ import pytest
 
 from relayline.deploy.cli.cache import _outcome
 from relayline.deploy.launch.cached import Kept
+from relayline.deploy.models.splits import split_place
+from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.processes import relayline
 from relayline.stage.joining.artifact_store import Slot, cached, remove
-from relayline.wire.common.errors import StartError
+from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 
@@ -69,3 +71,10 @@ def test_an_entry_that_cannot_be_removed_is_named_with_its_directory(tmp_path: P
     with pytest.raises(StartError) as caught:
         _outcome(entry, None)
     assert caught.value.message == f"{tmp_path / 'small'}: cannot be removed: Read-only file system"
+
+
+def test_a_cache_whose_name_is_no_text_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / os.fsdecode(b"home\xff")))
+    says = "the name is not UTF-8; rename it; XDG_CACHE_HOME=DIRECTORY keeps the cache elsewhere"
+    with pytest.raises(UsageError, match=says):
+        split_place(DEMO_MODEL, 2, None)

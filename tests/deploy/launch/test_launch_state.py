@@ -158,6 +158,17 @@ def test_the_lock_is_held_by_one_and_stale_without_a_holder(tmp_path: Path) -> N
         pass
 
 
+def test_state_has_a_place_whose_name_is_text(tmp_path: Path) -> None:
+    """The manifest that is kept there names files beside it."""
+    directory = tmp_path / os.fsdecode(b"home\xff") / "small"
+    says = (
+        "cannot keep state here: the name is not UTF-8; rename it; XDG_STATE_HOME=DIRECTORY keeps all state elsewhere"
+    )
+    with pytest.raises(StartError, match=says), StateDir(directory).locked("small"):
+        raise AssertionError("it got in")
+    assert not directory.parent.exists()
+
+
 def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
     program = (
         "import sys, signal; from pathlib import Path; from relayline.deploy.launch.state import StateDir\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,19 @@ def test_init_writes_a_manifest_that_loads_and_never_overwrites(tmp_path: Path) 
     assert out.read_bytes() == before
     assert relayline("init", "--output", out, "--force").returncode == 0
     assert load_manifest(out).model_path == tmp_path / "model.gguf"
+
+
+def test_init_names_files_as_they_are_on_the_disk_in_a_locale_of_other_letters(tmp_path: Path) -> None:
+    model = tmp_path / "m\xf6del.gguf"
+    model.write_bytes(DEMO.read_bytes())
+    out = tmp_path / "p.yaml"
+    other = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "relayline.deploy.cli", "init", "--model", str(model), "--output", str(out)],
+        capture_output=True, text=True, check=False, env=os.environ | other,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert load_manifest(out).model_path == model
 
 
 @pytest.mark.parametrize(

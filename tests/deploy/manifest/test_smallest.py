@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def test_it_names_the_model_and_the_requested_options_and_nothing_else() -> None
     text = dump_manifest(manifest)
     assert parse_manifest(text.encode(), "text") == manifest
     assert len(text.splitlines()) == 15
+
+
+def test_a_model_in_a_directory_without_a_name_in_text_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own name is text, so only the whole path shows it: it ended in a traceback."""
+    directory = tmp_path / os.fsdecode(b"models\xff")
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    with pytest.raises(UsageError, match=r"models.*m\.gguf: the name is not UTF-8; rename it$"):
+        smallest_manifest(Path("m.gguf"))
 
 
 def test_flags_set_the_same_for_stages_as_a_manifest() -> None:

@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -27,6 +28,7 @@ from relayline.wire.common.texts import (
     layer_ranges,
     named_layers,
     named_stage,
+    not_text,
     printable,
     printable_values,
     system_reason,
@@ -152,3 +154,11 @@ def test_a_time_has_two_units() -> None:
 def test_a_stage_is_named_with_one_noun() -> None:
     said = [named_stage(name) for name in ("laptop", "stage-1", "stage", "a-stage")]
     assert said == ["stage laptop", "stage-1", "stage stage", "stage a-stage"]
+
+
+def test_a_path_that_is_no_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [not_text(Path(name)) for name in ("m.gguf", "m\xe9 \u6a21.gguf")] == ["", ""]
+    assert not_text(Path("m\udcff.gguf")) == "the name is not UTF-8; rename it"
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    says = "the name is not ascii, which this locale asks for; set LC_ALL=C.UTF-8"
+    assert not_text(Path("m\udcc3\udca9.gguf")) == says

@@ -6,6 +6,7 @@ get the bytes of their layers from the origin, so that no machine needs a disk f
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,8 +40,16 @@ def origin_of(path: Path) -> Origin | None:
         return msgspec.json.decode(note.read_bytes(), type=Origin)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ModelFileError(f"{note}: says not where the weights are: {error}; remove it and {path.name}") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # of a model whose own name leaves no room for the ending: it has no note
+            return None
+        raise _unread(note, path, error) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _unread(note, path, error) from error
+
+
+def _unread(note: Path, path: Path, error: Exception) -> ModelFileError:
+    return ModelFileError(f"{note}: says not where the weights are: {error}; remove it and {path.name}")
 
 
 def store_origin(path: Path, origin: Origin) -> None:

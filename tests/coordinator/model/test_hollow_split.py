@@ -185,6 +185,12 @@ def test_a_disk_that_fails_is_one_line(whole: Path, monkeypatch: pytest.MonkeyPa
         check_has_bytes(model)
 
 
+def test_a_model_whose_name_is_as_long_as_names_may_be_has_no_note(whole: Path, tmp_path: Path) -> None:
+    model = tmp_path / f"{'m' * 250}.gguf"
+    model.write_bytes(whole.read_bytes())
+    assert origin_of(model) is None
+
+
 def test_notes_of_origin(whole: Path, hollow: Path, tmp_path: Path) -> None:
     assert origin_of(whole) is None
     assert origins_of(open_model(whole)) == ()

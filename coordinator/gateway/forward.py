@@ -45,6 +45,9 @@ RESPONSES_PATH, CONVERSATIONS_PATH = "/v1/responses", "/v1/conversations"
 _HELD_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv)_[A-Za-z0-9_-]{1,128})"')  # of what the pipeline keeps from now on
 _EVENT_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})\D')
 _EVENT_NUMBER_BYTES = 64  # more than such a field has, which may come in two pieces
+_TAIL_BYTES = 4096  # of a stream: more than the event has with which a pipeline says why it ends too early
+_FAILURES = (b'data: {"error":', b"event: error\n", b'{"error":')  # how such an event begins
+_FAILED = b"\nevent: response.failed\n"  # one of a response, which it holds whole
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade"}
@@ -232,6 +235,8 @@ class Forwarder:
                     return await _refusal(answer)
                 return await answering.run(answer, outgoing)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if answering.has_said_why:
+                return answering.closed()
             problem = "it stopped answering" if isinstance(error, TimeoutError) else LOST
             self._note_trouble(link, error)
             if answering.response is None:
@@ -300,7 +305,7 @@ class _Answering:
         self._is_stream = self._is_writing = False
         self._has_lines = False  # it streams lines of JSON, which know no comments
         self._tail = b""
-        self._numbered, self._next_number = b"", 0
+        self._numbered, self._next_number, self._has_failed = b"", 0, False
 
     async def run(self, answer: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:
         """Pass an answer on. The client gets nothing before the first bytes have come."""
@@ -328,7 +333,7 @@ class _Answering:
         while piece:
             if is_numbered:
                 self._count(piece)
-            tail, self._is_writing = (self._tail + piece[-2:])[-2:], True
+            tail, self._is_writing = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:], True
             for at in range(0, len(piece), PIECE_BYTES):
                 await self._forwarder.write(self._request, response, piece[at : at + PIECE_BYTES])
             self._tail, self._is_writing = tail, False
@@ -339,7 +344,7 @@ class _Answering:
     def _knock(self) -> None:
         """Send a comment between two events, without waiting: a client that has gone answers it with a reset."""
         transport = self._request.transport
-        if self._is_writing or self._tail != b"\n\n" or transport is None or transport.is_closing():
+        if self._is_writing or not self._tail.endswith(b"\n\n") or transport is None or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(PING), PING) if self._request.version >= (1, 1) else PING)
 
@@ -349,12 +354,34 @@ class _Answering:
             self._forwarder.links.router.learn(found[1].decode(), self._link.backend)
 
     def _count(self, piece: bytes) -> None:
-        """Note which number the next event of a response has, for `cut`."""
+        """Note which number the next event of a response has, for `cut`, and whether the response has failed."""
         held = self._numbered + piece
+        self._has_failed = self._has_failed or _FAILED in held
         self._numbered = held[-_EVENT_NUMBER_BYTES:]
         numbers = _EVENT_NUMBER.findall(held)
         if numbers:
             self._next_number = int(numbers[-1]) + 1
+
+    @property
+    def has_said_why(self) -> bool:
+        """Whether the pipeline has ended a stream too early itself: its last event is an error."""
+        if not self._is_stream or self._is_writing or not self._tail.endswith(self._end):
+            return False
+        last = self._tail.removesuffix(self._end).rpartition(self._end)[2]
+        return self._has_failed or last.startswith(_FAILURES)
+
+    @property
+    def _end(self) -> bytes:
+        """What follows each event."""
+        return b"\n" if self._has_lines else b"\n\n"
+
+    def closed(self) -> web.StreamResponse:
+        """End an incomplete answer whose last event says why: without the bytes that would end it."""
+        response, transport = self.response, self._request.transport
+        assert response is not None
+        if transport is not None:
+            transport.close() if self._request.version >= (1, 1) else transport.abort()
+        return response
 
     async def cut(self, error: RelaylineError) -> web.StreamResponse:
         """End an incomplete answer so that no client takes it for complete: a stream with an event that says why, then
@@ -366,8 +393,7 @@ class _Answering:
         if not self._is_stream or self._request.version < (1, 1):
             transport.abort()
             return response
-        end = b"\n" if self._has_lines else b"\n\n"
-        begin = b"" if self._tail.endswith(end) else end  # half an event is none
+        begin = b"" if self._tail.endswith(self._end) else self._end  # half an event is none
         await self._forwarder.write(self._request, response, begin + _failure(self._request, error, self._next_number))
         transport.close()
         return response

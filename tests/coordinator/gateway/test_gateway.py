@@ -331,6 +331,42 @@ async def test_lines_of_a_replica_that_dies_end_with_one_that_says_why(tokenizer
     assert list(last) == ["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_a_stream_that_its_pipeline_ends_with_an_error_has_no_other(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    """The pipeline breaks the connection behind it, and knows the reason better than the gateway."""
+    failing = OverloadedError("no lane is left")
+    async with pipelines(tokenizer, "chat") as served, gateway(served) as session:
+        served[0].generator.script = lambda request: itertools.chain(tokens(request, b"he", ends=False), [failing])
+        raws = []
+        for url in (served[0].url, ""):
+            raw, is_whole = b"", True
+            async with session.post(f"{url}{path}", json={"model": "chat", "stream": True, **body}) as answer:
+                try:
+                    async for piece in answer.content.iter_any():
+                        raw += piece
+                except aiohttp.ClientPayloadError:
+                    is_whole = False
+            assert not is_whole, "no client takes it for complete"
+            raws.append(raw)
+        direct, passed_on = raws
+        assert direct.count(b"no lane is left") == passed_on.count(b"no lane is left") >= 1
+        assert b"was lost" not in passed_on
+        assert passed_on.count(b"\n") == direct.count(b"\n")
+        async with session.get("/metrics") as answer:
+            assert 'relayline_gateway_broken_answers_total{pipeline="a"} 0.0' in await answer.text()
+
+
 async def test_a_replica_that_dies_before_its_first_byte_is_replaced_by_another(tokenizer: Tokenizer) -> None:
     async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
         gate = Gate()

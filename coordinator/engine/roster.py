@@ -289,6 +289,7 @@ class JoinedRoster:
         if place is None:
             return
         kind: type[RelaylineError] = NotReadyError if is_in_order and not place.failure else StageLostError
+        reason = place.failure or reason
         if self._membership.is_shut_out(place):
             kind, reason = UnauthenticatedError, f"its credential {IS_REVOKED}"
             self._membership.failed(ticket, reason)

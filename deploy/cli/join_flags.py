@@ -295,6 +295,7 @@ def member_event(place: Place) -> dict[str, Any]:
         "done_bytes": place.done_bytes,
         "total_bytes": place.total_bytes,
         "trouble": place.trouble,
+        "failure": place.failure if place.member is None else "",
     }
 
 

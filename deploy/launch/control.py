@@ -281,11 +281,21 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
         entry["detail"] = f"has {fetched_text(fetch['done_bytes'], fetch['total_bytes'])} of its next layers"
         if fetch["trouble"]:
             entry["detail"] += f"; {waits_text(fetch['trouble'])}"
-    elif live is not None and live.get("takeover_in_s") is not None:
-        entry["detail"] = f"other stages take over its layers in {live['takeover_in_s']:.0f} s"
+    elif live is not None and (away := _away_text(live)):
+        entry["detail"] = away
     elif live is not None and (relay := live.get("relay")) is not None and not entry["detail"]:
         entry["detail"] = "through the relay" if relay["connected"] else "its tunnel to the relay is broken"
     return entry
+
+
+def _away_text(live: dict[str, Any]) -> str:
+    """Return what comes of the layers of a stage that is away, and why it left if it said so; empty for neither."""
+    parts = []
+    if live.get("takeover_in_s") is not None:
+        parts.append(f"other stages take over its layers in {live['takeover_in_s']:.0f} s")
+    if failure := live.get("failure"):
+        parts.append(f"it ended: {failure}")
+    return "; ".join(parts)
 
 
 def _live(pipeline: Launched) -> tuple[dict[str, Any] | None, str]:

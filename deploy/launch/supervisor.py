@@ -319,7 +319,8 @@ class Supervisor:
             self._emit({"event": "process", "name": name, "role": "stage", "pid": 0, "address": address,
                         "restarts": n_restarts, "layers": event.get("layers")})  # fmt: skip
         elif known is HostState.LOST and was is not HostState.LOST and not self._stopping.is_set():
-            log.warning("stage %s is lost; waiting for it to join again", name)
+            why = f" ({failure})" if (failure := event.get("failure")) else ""
+            log.warning("stage %s is lost%s; waiting for it to join again", name, why)
 
     def _is_new_process(self, name: str, process_id: str) -> bool:
         """Return whether another process holds the place of a stage of another host than the one before."""

@@ -63,6 +63,12 @@ function frame(fresh) {
   if (state && shown.view) shown.view.update(fresh);
 }
 
+// A stage that is not here, with the reason if it said why it had to end.
+function missed(name, state) {
+  const stage = state.stages.find((each) => each.name === name);
+  return stage && stage.failure ? `${name} (it ended: ${stage.failure})` : name;
+}
+
 function notice(state) {
   const line = document.getElementById("notice");
   let text = "";
@@ -78,7 +84,7 @@ function notice(state) {
     isError = true;
   } else if (state && !frozen && state.phase in WAITS) {
     text = WAITS[state.phase];
-    if (state.phase === "loading" && state.missing && state.missing.length) text += ` Not here yet: ${state.missing.join(", ")}.`;
+    if (state.phase === "loading" && state.missing && state.missing.length) text += ` Not here yet: ${state.missing.map((name) => missed(name, state)).join(", ")}.`;
   } else if (state && !state.is_recording) {
     text = "The trace level is off: neither steps nor requests are remembered. Start with --trace-level summary to see them.";
   }

@@ -189,6 +189,17 @@ def test_impossible_memberships_are_refused_at_the_start(make: object, words: st
         make()  # type: ignore[operator]
 
 
+async def test_a_member_that_has_failed_leaves_with_its_own_reason() -> None:
+    membership = places()
+    roster, lost = JoinedRoster(membership), list[RelaylineError]()
+    roster.watch(lost.append)
+    ticket = roster.join(stage("box2"))
+    roster.serving(ticket, "box2:1", "engine-1")
+    roster.failed(ticket, "its disk is full")
+    roster.leave(ticket, "it said goodbye", is_in_order=True)
+    assert [error.message for error in lost] == ["stage box2 left: its disk is full"]
+
+
 async def test_a_member_that_is_put_out_leaves_with_the_reason() -> None:
     membership = places()
     roster, lost = JoinedRoster(membership), list[RelaylineError]()

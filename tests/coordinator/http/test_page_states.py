@@ -63,6 +63,9 @@ async def test_a_pipeline_that_loads_says_so_and_names_no_lanes_yet(page: tuple[
     assert "1 lane" not in await tab.value("document.querySelector('.figures').innerText"), "a placeholder"
     await tab.go(f"{world.url}/#/plan")
     await tab.until("document.querySelector('.facts')?.innerText.includes('not known yet')")
+    stages = [STAGE | {"name": "old", "state": "lost", "failure": "its disk is full"}]
+    world.generator.more = {"phase": "loading", "missing": ["old"], "stages": stages}
+    await tab.until(f"{NOTICE}.innerText.includes('Not here yet: old (it ended: its disk is full).')")
     world.generator.more = {"phase": "draining"}
     await tab.until(f"{NOTICE}.innerText.includes('running requests finish')")
 

@@ -506,13 +506,18 @@ async def test_stages_of_other_hosts_that_leave_at_a_planned_end_are_not_lost(
         supervisor._coordinator.log.close()
         name = plan.remote[0].name
 
-        def tell(state: str) -> None:
-            supervisor._on_event({"event": "stage", "name": name, "state": state, "address": "", "process": "a"})
+        def tell(state: str, failure: str = "") -> None:
+            event = {"event": "stage", "name": name, "state": state, "address": "", "process": "a", "failure": failure}
+            supervisor._on_event(event)
 
         tell("ready")
         tell("lost")
         assert caplog.text.count(f"stage {name} is lost") == 1
+        tell("fetching")
+        tell("lost", "its disk is full")
+        assert f"stage {name} is lost (its disk is full); waiting for it to join again" in caplog.text
+        caplog.clear()
         tell("ready")
         supervisor._stopping.set()
         tell("lost")
-        assert caplog.text.count(f"stage {name} is lost") == 1
+        assert f"stage {name} is lost" not in caplog.text

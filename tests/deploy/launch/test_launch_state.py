@@ -493,6 +493,18 @@ def test_status_shows_how_far_a_fetch_is(tmp_path: Path, coordinator: str) -> No
     assert row.endswith(f"3.40 GB of its layers; nothing comes just now: {stage['fetch_trouble']}")
 
 
+def test_status_says_why_a_stage_that_left_could_not_go_on(tmp_path: Path, coordinator: str) -> None:
+    why = "/cache has 0.06 GiB free, and stage-2.gguf needs 0.13 GiB more"
+    stage: dict[str, Any] = {"name": "stage-0", "state": "lost", "failure": why}
+    live = {"phase": Phase.LOADING.value, "phase_s": 1.0, "running": 0, "waiting": 0, "stages": [stage]}
+    Answers.answers = {"/v1/pipeline": (200, live), "/health": (503, {"status": "loading"})}
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert row.endswith(f"it ended: {why}")
+    stage["takeover_in_s"] = 27.4
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert row.endswith(f"other stages take over its layers in 27 s; it ended: {why}")
+
+
 def test_status_shows_how_far_a_fetch_of_next_layers_is(tmp_path: Path, coordinator: str) -> None:
     fetch = {"done_bytes": 12 * 10**8, "total_bytes": 34 * 10**8, "trouble": ""}
     live = {"phase": Phase.READY.value, "phase_s": 1.0, "running": 0, "waiting": 0,

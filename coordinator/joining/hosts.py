@@ -85,8 +85,8 @@ class Hosts:
         """It has gone, or comes again."""
         now_ns = time.monotonic_ns()
         self._pool.left(index, now_ns)
-        due_ns = self._pool.takeover_in_ns(index, now_ns)
-        if index in self._layers.moves.holders and due_ns is not None and not self._roster.is_closing:
+        due_ns = self._takeover_in_ns(index, now_ns)
+        if due_ns is not None and not self._roster.is_closing:
             fields = {"stage": self._roster.names()[index], "in_s": f"{due_ns / 1e9:.0f}"}
             log.info("other stages take over its layers unless it comes back", extra={"fields": fields})
 
@@ -210,7 +210,7 @@ class Hosts:
         """Return of every place whether it is a spare, drained, and when its layers are given to others."""
         described: dict[str, dict[str, object]] = {}
         for at, name in enumerate(self._roster.names()):
-            takeover_ns = self._pool.takeover_in_ns(at, now_ns) if at in self._layers.moves.holders else None
+            takeover_ns = self._takeover_in_ns(at, now_ns)
             described[name] = {
                 "spare": self._pool.is_spare(at),
                 "drained": self._pool.is_drained(at),
@@ -218,6 +218,12 @@ class Hosts:
                 "takeover_in_s": None if takeover_ns is None else round(takeover_ns / 1e9, 1),
             }
         return described
+
+    def _takeover_in_ns(self, index: int, now_ns: int) -> int | None:
+        """Return when a stage's layers are given to others; None for no time, as before all have been there once."""
+        if index not in self._layers.moves.holders or self._pipeline.phase is Phase.LOADING:
+            return None
+        return self._pool.takeover_in_ns(index, now_ns)
 
     # --- who gets which layers ----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -81,6 +82,22 @@ async def test_the_others_share_where_they_have_room(monkeypatch: pytest.MonkeyP
     assert world.kept[-1] == PoolState((3, 6), ("a", "b", "c"), ("b",))
     with pytest.raises(NotReadyError, match="layers are already being moved"):
         await world.hosts.drain("a", is_drained=True)
+
+
+async def test_no_takeover_is_promised_before_all_stages_have_been_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    world = World(monkeypatch, 64)
+    world.pipeline.phase = Phase.LOADING
+    world.hosts.left(1)
+    assert "take over" not in caplog.text
+    assert world.hosts.describe(world.now_ns)["b"]["takeover_in_s"] is None
+    world.now_ns += 61 * S
+    await world.hosts.look()
+    assert world.begun == []
+    world.pipeline.phase = Phase.RECOVERING
+    assert world.hosts.describe(world.now_ns)["b"]["takeover_in_s"] == 0
 
 
 class Steps:

@@ -63,6 +63,7 @@ class Kernels(enum.Enum):
         "llama.cpp.patch",
         "relayline_hooks.h",
         "switch.cpp",
+        "amx_few_rows.h",
         "repack_few_rows.cpp",
         "repack_rows.h",
         "repack_4_bit.cpp",

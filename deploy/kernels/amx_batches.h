@@ -16,6 +16,10 @@
 #undef ggml_backend_amx_desired_wsize
 #undef ggml_backend_amx_mul_mat
 
+#ifdef RELAYLINE_AMX_FEW_ROWS  // kernels.cmake defines it in builds with relayline's kernels
+#include "amx_few_rows.h"
+#endif
+
 /* wire/common/faulty_amx.py looks for this name. */
 extern "C" {
     extern const int relayline_amx_batches;
@@ -71,6 +75,11 @@ void ggml_backend_amx_mul_mat(const ggml_compute_params * params, struct ggml_te
     }
     ggml_tensor of_all = as_matrix(products, products->data);
     of_all.src[1] = &rows;
+#ifdef RELAYLINE_AMX_FEW_ROWS
+    if (multiply_few_rows(params, &of_all)) {
+        return;
+    }
+#endif
     llama_amx_mul_mat(params, &of_all);
 }
 

@@ -1,4 +1,4 @@
-"""Products by llama.cpp's AMX kernels (deploy/kernels/amx_batches.h and amx_operands.h)."""
+"""Products by llama.cpp's AMX kernels (deploy/kernels/amx_batches.h, amx_few_rows.h and amx_operands.h)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.ggml_calls import INT, LONG, POINTER, SIZE, function
 
 KERNELS = DEPLOY / "kernels"
 F32 = 0
-TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8, "q4_K": 12}
+TYPES = {"f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8, "q4_K": 12, "q5_K": 13, "q6_K": 14, "iq4_xs": 23}
 N_VALUES, N_COLUMNS = 256, 64
 # Matrices of rows in the fourth dimension and in the third, and rows of each.
 SHAPES = [(1, 1, 1), (1, 3, 1), (2, 3, 1), (1, 4, 3), (2, 2, 40)]
@@ -131,6 +131,33 @@ def test_amx_multiplies_the_rows_of_all_matrices(kind: str, is_permuted: bool) -
                 read(out, found.ctypes.data, 0, found.nbytes)
         wanted = rows @ values.T
         assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()  # rows are rounded to eight bits
+
+
+def multiplied(kind: str, blocks: npt.NDArray[np.uint8], n_columns: int, rows: Floats) -> Floats:
+    """Return the products of rows (any number, values) by weights in AMX's memory."""
+    with arena() as for_weights, arena() as for_rows:
+        weights = new_tensor(for_weights, TYPES[kind], n_columns, rows.shape[1])
+        given = new_tensor(for_rows, F32, *rows.shape)
+        out = products(for_rows, weights, given)
+        host = function("ggml_backend_cpu_buffer_type", POINTER)()
+        with memory_for(for_weights, amx_buffers()), memory_for(for_rows, host):
+            put(weights, blocks)
+            put(given, rows)
+            compute(for_rows, out)
+            found = np.empty((len(rows), n_columns), np.float32)
+            read = function("ggml_backend_tensor_get", None, POINTER, POINTER, SIZE, SIZE)
+            read(out, found.ctypes.data, 0, found.nbytes)
+    return found
+
+
+@pytest.mark.parametrize("n_columns", [96, 2_080], ids=["narrow blocks", "wide blocks and a rest"])
+@pytest.mark.parametrize("kind", [name for name in TYPES if name != "f16"])
+def test_a_row_has_the_same_bits_alone_among_few_and_among_many(kind: str, n_columns: int) -> None:
+    rows = random(9, N_VALUES)
+    blocks, _ = quantised(TYPES[kind], random(n_columns, N_VALUES))
+    alone = np.concatenate([multiplied(kind, blocks, n_columns, row[np.newaxis]) for row in rows])
+    for n_rows in range(2, len(rows) + 1):
+        assert np.array_equal(multiplied(kind, blocks, n_columns, rows[:n_rows]), alone[:n_rows]), n_rows
 
 
 def test_weights_of_several_matrices_are_not_for_amx() -> None:

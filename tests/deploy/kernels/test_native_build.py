@@ -202,6 +202,31 @@ def test_few_rows_have_separate_kernels_where_512_bits_are_two_halves(
     assert ("sched-pressure" in few_rows) == is_by_rows
 
 
+AMX = ("AVX2", "FMA", "F16C", "AVX512VNNI", "AMX_INT8")
+
+
+@pytest.mark.parametrize(
+    ("macros", "kernels", "is_chosen"),
+    [
+        (AMX, "", True),
+        (AMX, "off", False),
+        (AMX[:-1], "", False),
+        (("AVX2", "FMA", "F16C", "AMX_INT8"), "", False),  # llama.cpp's file is empty there
+    ],
+    ids=["amx", "switched off", "no tiles", "no dot products"],
+)
+def test_few_rows_by_amx_are_chosen_where_it_is(
+    tmp_path: Path, macros: tuple[str, ...], kernels: str, is_chosen: bool
+) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros), kernels=kernels)
+    chosen = {name for name, command in commands.items() if "-DRELAYLINE_AMX_FEW_ROWS" in command}
+    assert chosen == ({"ggml-cpu/amx/mmq.cpp"} if is_chosen else set())
+    assert headers_in(commands) == AMX_HEADERS
+    said = re.search("relayline's kernels in this build of llama.cpp: (.*)", (tmp_path / "said").read_text())
+    assert ("amx" in said[1].split() if said else False) == is_chosen
+
+
 @pytest.mark.parametrize(
     ("macros", "is_ours"),
     [
@@ -455,7 +480,7 @@ def test_a_process_may_leave_the_kernels_that_it_has_unused() -> None:
         outputs.append(done.stdout.splitlines())
     (on, *ours), (off, *theirs) = outputs
     assert on.startswith("['q4_0', 'mxfp4', 'q4_K', 'q5_K', 'q6_K'")
-    assert on.endswith("'attention'] True") or "'attention', 'iq4_nl'" in on
+    assert on.endswith(("'attention'] True", "'attention', 'iq4_nl', 'q2_K'] True", "'attention', 'amx'] True"))
     assert off == "[] False"
     assert ours == theirs
     assert len(ours) == 6

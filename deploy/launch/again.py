@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from relayline.deploy.launch.child import unstarted_text
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import MORE_SIGNAL, LaunchState, StateDir
 from relayline.wire.common.child_command import module_command
@@ -161,7 +162,7 @@ class Again:
                 stderr=asyncio.subprocess.PIPE,
             )
         except OSError as error:
-            return f"a process cannot be started: {error.strerror}"
+            return unstarted_text(error)
         assert process.stderr is not None, "it is a pipe"
         try:
             said = b""

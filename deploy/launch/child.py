@@ -18,6 +18,7 @@ from typing import Any
 from relayline.deploy.machine.huge_pages import environment_of
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.texts import file_error_text
 from relayline.wire.links.security import TOKEN_VARIABLE
 
 log = logging.getLogger("relayline.child")
@@ -188,4 +189,10 @@ async def started(child: Child) -> None:
     try:
         await child.start()
     except OSError as error:
-        raise StartError(f"a process cannot be started: {error}") from error
+        raise StartError(unstarted_text(error)) from error
+
+
+def unstarted_text(error: OSError) -> str:
+    """Return why the system starts no process. uvloop has no reason at times, and says -1."""
+    why = file_error_text(error) if (error.errno or 0) > 0 else "`ulimit -n` or `ulimit -u` may be too low"
+    return f"a process cannot be started: {why}"

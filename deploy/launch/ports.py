@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from relayline.deploy.machine.ports import LOCALHOST
 from relayline.wire.common.errors import StartError
-from relayline.wire.common.texts import named_stage, system_reason
+from relayline.wire.common.texts import file_error_text, named_stage, system_reason
 from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def loopback_problem() -> str | None:
         with socket.create_server((LOCALHOST, 0)) as listener:
             socket.create_connection(listener.getsockname(), LOOPBACK_TIMEOUT_S).close()
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            return file_error_text(error)
         return (
             f"{LOCALHOST} cannot be reached: {system_reason(error) or error}; processes of a pipeline talk "
             "there: bring the loopback interface up, as with `ip link set lo up`"

@@ -173,7 +173,7 @@ async def test_a_stage_that_cannot_be_started_again_ends_the_whole(
     monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
     whole._keep(kept(whole, stage))
     async with asyncio.timeout(TIMEOUT_S):
-        with pytest.raises(StartError, match=r"^a process cannot be started: .*Too many open files$"):
+        with pytest.raises(StartError, match=r"^a process cannot be started: .* no more files; raise `ulimit -n`$"):
             await whole.failed
         await whole.stop()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,14 @@ def test_ports_that_cannot_be_had_say_what_to_do(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ports.socket.socket, "bind", forbid)
     assert ports.port_problem("127.0.0.1", 80) == "127.0.0.1:80: Permission denied; take a port from 1024 on"
+
+
+def test_too_few_files_are_not_taken_for_a_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(ports.socket, "create_server", refuse)
+    assert ports.loopback_problem() == "this process may open no more files; raise `ulimit -n`"
 
 
 @pytest.fixture(scope="module")

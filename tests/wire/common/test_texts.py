@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import socket
 import ssl
 import sys
@@ -24,6 +25,7 @@ from relayline.wire.common.texts import (
     KEYS_MAX,
     counted,
     duration_text,
+    file_error_text,
     layer_range,
     layer_ranges,
     named_layers,
@@ -162,3 +164,27 @@ def test_a_path_that_is_no_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
     says = "the name is not ascii, which this locale asks for; set LC_ALL=C.UTF-8"
     assert not_text(Path("m\udcc3\udca9.gguf")) == says
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a"),
+            "a: this process may open no more files; raise `ulimit -n`",
+        ),
+        (
+            OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+            "the system starts no more processes or threads for this user; raise `ulimit -u`",
+        ),
+        (
+            BlockingIOError(errno.EAGAIN, "write could not complete without blocking"),
+            "write could not complete without blocking",
+        ),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a"), "a: No space left on device"),
+        (OSError("no number"), "no number"),
+    ],
+    ids=["files", "processes", "a pipe that does not wait", "a full disk", "Python's own"],
+)
+def test_limits_of_the_system_name_what_raises_them(error: OSError, text: str) -> None:
+    assert file_error_text(error) == text

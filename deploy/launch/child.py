@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import errno
 import json
 import logging
 import os
@@ -193,6 +194,11 @@ async def started(child: Child) -> None:
 
 
 def unstarted_text(error: OSError) -> str:
-    """Return why the system starts no process. uvloop has no reason at times, and says -1."""
-    why = file_error_text(error) if (error.errno or 0) > 0 else "`ulimit -n` or `ulimit -u` may be too low"
+    """Return why the system starts no process, and what to do about a limit. uvloop has no reason at times: -1."""
+    if error.errno == errno.EAGAIN:
+        why = "this user may start no more processes; raise `ulimit -u`"
+    elif error.errno is not None and error.errno < 0:
+        why = "`ulimit -n` or `ulimit -u` may be too low"
+    else:
+        why = file_error_text(error)
     return f"a process cannot be started: {why}"

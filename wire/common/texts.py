@@ -29,19 +29,15 @@ def system_reason(error: BaseException) -> str:
     return os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or ""
 
 
-_LIMITS = {
-    errno.EMFILE: "this process may open no more files; raise `ulimit -n`",
-    errno.EAGAIN: "the system starts no more processes or threads for this user; raise `ulimit -u`",
-}
-
-
 def file_error_text(error: OSError) -> str:
     """Return what the system refused to do, and with which file, for a person."""
     where = f"{error.filename}: " if error.filename else ""
     is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-    is_own_text = error.errno is not None and error.strerror == os.strerror(error.errno)  # Python's has another cause
-    reason = (_LIMITS.get(error.errno or 0) if is_own_text else "") or error.strerror or error
-    return f"{where}{'it is a file; name a directory' if is_in_the_way else reason}"
+    if is_in_the_way:
+        return f"{where}it is a file; name a directory"
+    if error.errno == errno.EMFILE:
+        return f"{where}this process may open no more files; raise `ulimit -n`"
+    return f"{where}{error.strerror or error}"
 
 
 def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:

@@ -40,6 +40,7 @@ from relayline.wire.links.enrolment import JoinToken, digest_of, new_token, read
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import load_security
 from relayline.wire.links.tls_material import names_of, read_certificate
+from tests.support.ipv6 import need_ipv6
 
 NOW = datetime.datetime.now(datetime.UTC)
 HOUR = datetime.timedelta(hours=1)
@@ -200,6 +201,7 @@ async def test_a_host_with_an_empty_disk_gets_a_stages_files(port: Port):
 
 
 async def test_hosts_enrol_by_both_families_at_every_address(ca: Path, tmp_path: Path):
+    need_ipv6()
     security = load_security(ca / "coordinator", environment={}, role=Role.COORDINATOR)
     async with serve_enrolment(EnrolConfig(SigningAuthority(ca), "0.0.0.0", 0), security, "0.0.0.0:7000") as address:
         number = int(address.rpartition(":")[2])

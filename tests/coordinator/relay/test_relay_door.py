@@ -14,6 +14,7 @@ from relayline.wire.common import bounds
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.pb.relayline.v1 import tunnel_pb2 as pb
 from tests.coordinator.relay.test_relay import LOCAL, WAIT_S, ask, is_closed
+from tests.support.ipv6 import need_ipv6
 from tests.support.polling import pause
 from tests.support.relays import echo, running_relay, serving
 
@@ -109,6 +110,7 @@ async def test_a_tunnel_takes_the_place_of_the_one_before_which_ends_nothing_the
 
 
 async def test_a_door_at_every_address_takes_connections_by_both_families() -> None:
+    need_ipv6()
     door, port = Door("a"), free_port()
     await door.listen("0.0.0.0", port)
     try:

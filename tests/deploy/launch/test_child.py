@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from relayline.deploy.launch.child import Child
+from relayline.deploy.launch.child import Child, unstarted_text
 from relayline.deploy.testing.processes import TIMEOUT_S
 
 # Far more than a pipe and the reader's buffer hold, with an unreadable event in the middle.
@@ -75,3 +77,16 @@ async def test_what_a_stage_says_again_after_its_layers_moved_is_no_line_of_its_
         await child.stop(0)
     assert child.ready.result() == {"event": "ready"}
     assert lines == ["layers switched"]
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (errno.EAGAIN, "this user may start no more processes; raise `ulimit -u`"),
+        (errno.EMFILE, "this process may open no more files; raise `ulimit -n`"),
+        (errno.ENOMEM, "Cannot allocate memory"),
+        (-1, "`ulimit -n` or `ulimit -u` may be too low"),
+    ],
+)
+def test_a_process_that_the_system_does_not_start_names_the_limit(number: int, why: str) -> None:
+    assert unstarted_text(OSError(number, os.strerror(number))) == f"a process cannot be started: {why}"

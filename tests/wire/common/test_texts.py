@@ -173,18 +173,11 @@ def test_a_path_that_is_no_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
             OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a"),
             "a: this process may open no more files; raise `ulimit -n`",
         ),
-        (
-            OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
-            "the system starts no more processes or threads for this user; raise `ulimit -u`",
-        ),
-        (
-            BlockingIOError(errno.EAGAIN, "write could not complete without blocking"),
-            "write could not complete without blocking",
-        ),
+        (NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), "a"), "a: it is a file; name a directory"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a"), "a: No space left on device"),
         (OSError("no number"), "no number"),
     ],
-    ids=["files", "processes", "a pipe that does not wait", "a full disk", "Python's own"],
+    ids=["files", "a file in the way", "a full disk", "Python's own"],
 )
-def test_limits_of_the_system_name_what_raises_them(error: OSError, text: str) -> None:
+def test_what_the_system_refused_is_said_with_the_file_and_a_remedy(error: OSError, text: str) -> None:
     assert file_error_text(error) == text

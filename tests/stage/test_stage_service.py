@@ -375,7 +375,7 @@ async def test_a_faulty_session_hurts_only_itself() -> None:
         assert dict(status.faults_by_label) == {ProtocolError.label: 1, SessionError.label: 1}
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:23\x1512", "127.0.0.1:99999", "127.0.0.1:3;512"])
+@pytest.mark.parametrize("address", ["127.0.0.1:23\x1512", "127.0.0.1:65537", "127.0.0.1:3;512"])
 async def test_a_neighbour_at_no_address_is_one_line(address: str, caplog: pytest.LogCaptureFixture):
     """gRPC says so; the code that then looks for the reason must not fail."""
     async with served(0, 2) as stage, Coordinator(stage) as one:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 from llama_cpp import llama_cpp as llama
 
@@ -11,7 +12,7 @@ from relayline.stage.config import StageConfig
 from relayline.stage.engine.artifact import StageArtifact, open_unverified, verify_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.load_attempts import attempt
-from relayline.stage.engine.loading import Load
+from relayline.stage.engine.loading import Load, use_files
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.engine.open_tier import held_lanes, open_tier
 from relayline.stage.engine.place import check_place, idle_gpus, place_of
@@ -40,13 +41,22 @@ def load_stage(
     the curves of `like`.
     """
     check_place(config.engine)  # a large file takes long to verify
-    artifact = verify_artifact(config.artifact, load) if config.verify else open_unverified(config.artifact)
-    with attempt(config.artifact):
-        return _load(config, artifact, load, like)
+    use = use_files(config.artifact, *(adapter.path for adapter in config.adapters))
+    try:
+        artifact = verify_artifact(config.artifact, load) if config.verify else open_unverified(config.artifact)
+        with attempt(config.artifact):
+            return _load(config, artifact, load, like, use.close)
+    except BaseException:
+        use.close()
+        raise
 
 
 def _load(
-    config: StageConfig, artifact: StageArtifact, load: Load | None, like: Curves | None
+    config: StageConfig,
+    artifact: StageArtifact,
+    load: Load | None,
+    like: Curves | None,
+    release: Callable[[], None],
 ) -> tuple[StageFacts, StepExecutor]:
     settings = config.engine.of_architecture(artifact.architecture)
     config = dataclasses.replace(config, engine=settings)
@@ -69,16 +79,26 @@ def _load(
         load,
     )
     try:
-        return _assembled(config, artifact, engine, load, like)
+        return _assembled(config, artifact, engine, load, like, release)
     except BaseException:
         engine.close()
         raise
 
 
 def _assembled(
-    config: StageConfig, artifact: StageArtifact, engine: NativeEngine, load: Load | None, like: Curves | None
+    config: StageConfig,
+    artifact: StageArtifact,
+    engine: NativeEngine,
+    load: Load | None,
+    like: Curves | None,
+    release: Callable[[], None],
 ) -> tuple[StageFacts, StepExecutor]:
-    """Put together what serves an engine; its speed is measured, or copied."""
+    """Put together what serves an engine; its speed is measured, or copied. `release` is called when it is closed."""
+
+    def close() -> None:
+        engine.close()
+        release()
+
     settings, spare_lanes = config.engine, engine.config.spare_lanes
     place = place_of(settings)
     embeddings = EmbeddingTable(artifact, engine.config.settings.n_threads) if artifact.is_first else None
@@ -105,7 +125,7 @@ def _assembled(
         LaneTable(settings.n_lanes, settings.ctx_tokens),
         artifact.stage_index,
         embeddings,
-        close=engine.close,
+        close=close,
         padding=Padding(curves, settings.n_lanes, engine.max_wanted, enabled=pads),
         vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
         states=LaneStates(engine, engine.saved, open_tier(settings, artifact, keeps_window=keeps_window)),

@@ -44,8 +44,9 @@ async def serve_joining(
     """
     service = JoinService(config, directory, file, roster, security)
     on_service(service)
-    async with _served(service, config, roster, security) as addresses:
-        yield addresses
+    with contextlib.closing(service.used):
+        async with _served(service, config, roster, security) as addresses:
+            yield addresses
 
 
 @contextlib.asynccontextmanager

@@ -22,6 +22,7 @@ from relayline.coordinator.joining.config import JoinConfig, JoiningStage, check
 from relayline.coordinator.joining.hand_over import changing_hands, hand_over_orders
 from relayline.coordinator.joining.members import Context, MemberService, OpenMembership
 from relayline.coordinator.joining.resting import Resting
+from relayline.coordinator.joining.used_splits import UsedSplits
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, StageFile
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
@@ -91,6 +92,7 @@ class JoinService(MemberService):
         self._places = list(config.stages)
         self._next: Split | None = None  # of a planned change, until the switch
         self._next_holders: tuple[int, ...] = ()
+        self.used = UsedSplits(directory)
         self.changes: ChangeListener | None = None
         self.resting = Resting(roster, self._members, self._say)
         self._fetches = asyncio.Semaphore(config.fetches_max)
@@ -223,6 +225,7 @@ class JoinService(MemberService):
         """Have every holder fetch and load its slice of another split, next to the one that it serves."""
         self._next, self._next_holders = split, holders or self._roster.holders
         kept = dict(zip(self._next_holders, keeps, strict=True))
+        self.used.prepare(split.directory, (index for index in kept if kept[index]))
         hand_overs = self._hand_overs(split, keeps)
         for index in self._involved():
             if self._next is not split:  # the change was given up while another stage was told
@@ -249,6 +252,7 @@ class JoinService(MemberService):
     async def drop(self, number: int) -> None:
         """Have every stage drop its prepared slice."""
         self._next = None
+        self.used.drop()
         change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_DROP)
         await self._say_all(change, self._involved())
 
@@ -260,6 +264,7 @@ class JoinService(MemberService):
         assert self._next is not None
         involved = self._involved()
         self._split, self._next = self._next, None
+        self.used.switch()
         self._roster.switching(self._next_holders)
         return involved
 

@@ -38,9 +38,9 @@ def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_
     """Show or remove the files that relayline keeps on this machine: splits of models, artifacts that joining stages
     fetched, and models of the Hugging Face hub.
 
-    Nothing is removed automatically. --clear leaves alone the splits of pipelines that run here. It removes downloads,
-    which other programs may use too, only if you name them: `cache downloads --clear`. With --cache only the artifacts
-    in that directory are listed.
+    Only what moves of layers no longer need is removed automatically. --clear leaves alone the splits and artifacts of
+    pipelines and stages that run here. It removes downloads, which other programs may use too, only if you name them:
+    `cache downloads --clear`. With --cache only the artifacts in that directory are listed.
     """
     if directory is not None and kind not in (None, "artifacts"):
         raise UsageError(f"--cache names a directory of artifacts; it has no {kind}")

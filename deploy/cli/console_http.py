@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from relayline.deploy.cli.options import Line
+from relayline.deploy.cli.options import Line, Name
 from relayline.wire.common.errors import ContextLengthError, StartError, UsageError
 from relayline.wire.common.texts import printable_values, system_reason
 
@@ -31,6 +31,7 @@ TOO_LONG = (ContextLengthError.label, "exceed_context_size_error")  # of OpenAI'
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # OpenSSL's reasons, by its version, where no TLS came
 KEY_STATUSES = (401, 403)  # no key, a wrong one, or one that may not do this
 
+ARGUMENT = "pipeline_here"  # the parameter of `name_argument`
 _FOUND = f"{__name__}.found"  # in a click context: the pipeline of this machine that is looked at
 
 
@@ -39,9 +40,10 @@ def chosen_url(ctx: click.Context, _: click.Parameter, url: str | None) -> str:
 
     Raises UsageError, or StartError for a pipeline that has no address yet.
     """
-    name = ctx.params.get("pipeline")
-    if url and name:
-        raise UsageError("give either --url or --pipeline, not both")
+    name, argument = ctx.params.get("pipeline"), ctx.params.get(ARGUMENT)
+    if sum(map(bool, (url, name, argument))) > 1:
+        raise UsageError(f"give only one of {'NAME, ' if argument else ''}--url and --pipeline")
+    name = name or argument
     if url:
         return url
     from relayline.deploy.launch.control import find
@@ -78,6 +80,13 @@ def names_here(_: click.Context, __: click.Parameter, incomplete: str) -> list[s
     from relayline.deploy.launch.control import launched
 
     return [each.state.name for each in launched(None) if each.state.name.startswith(incomplete)]
+
+
+def name_argument(command: Command) -> Command:
+    """Add NAME, for --pipeline NAME. It goes with `url_option`."""
+    return click.argument(
+        ARGUMENT, type=Name(), required=False, metavar="[NAME]", is_eager=True, shell_complete=names_here
+    )(command)
 
 
 def url_option(command: Command) -> Command:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
+from relayline.deploy.cli.console_http import Coordinator, key_option, name_argument, url_option
 from relayline.deploy.cli.options import Line, parse_cuts
 from relayline.deploy.launch.waiting import waits_text
 from relayline.wire.common.errors import StartError, UsageError
@@ -26,6 +26,7 @@ STATE_LINES = {
 
 
 @click.command("move", short_help="Give the stages other layers while serving.")
+@name_argument
 @click.option("--cuts", type=Line("layers"), callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
 @click.option("--json", "as_json", is_flag=True, help="Print the layers and the change as JSON at the end.")
 @url_option

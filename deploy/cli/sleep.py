@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
-from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
+from relayline.deploy.cli.console_http import Coordinator, key_option, name_argument, url_option
 
 WANTED = ("is_sleeping", "state", "requests")
 WAKE_TIMEOUT_S = 3_600.0  # the coordinator waits for stages as long as they get on with their loads
 
 
 @click.command("sleep", short_help="Free the memory of a pipeline until the next request.")
+@name_argument
 @click.option("--json", "as_json", is_flag=True, help="Print the state as JSON.")
 @url_option
 @key_option
@@ -41,6 +42,7 @@ def sleep_line(found: dict[str, Any]) -> str:
 
 
 @click.command("wake", short_help="Load the layers of a pipeline that sleeps.")
+@name_argument
 @click.option("--json", "as_json", is_flag=True, help="Print the state as JSON.")
 @url_option
 @key_option

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relayline.deploy.cli.batches import batches_line
-from relayline.deploy.cli.console_http import Coordinator, key_option, shown_url, url_option
+from relayline.deploy.cli.console_http import Coordinator, key_option, name_argument, shown_url, url_option
 from relayline.deploy.cli.options import FloatRange
 from relayline.deploy.cli.terminal import can_move
 from relayline.deploy.cli.top_gateway import SHOWN as GATEWAY_SHOWN
@@ -53,6 +53,7 @@ SEEN_FROM = {"layers": SMALL_CELLS, "pad": TINY_CELLS, "p95": TINY_CELLS, "wait 
 
 
 @click.command("top", short_help="Watch a pipeline live.")
+@name_argument
 @click.option(
     "--interval",
     type=FloatRange(INTERVAL_MIN_S, INTERVAL_MAX_S),

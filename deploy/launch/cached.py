@@ -18,10 +18,11 @@ from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.models.hub_files import headers_dir
 from relayline.deploy.models.kept_layers import kept_state
 from relayline.deploy.models.splits import split_place, splits_dir
-from relayline.stage.joining.artifact_store import cached, remove
+from relayline.stage.joining.artifact_store import Cached, cached, remove
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import home
 from relayline.wire.common.texts import layer_ranges
+from relayline.wire.common.use import is_used
 
 BLOCK_BYTES = 512  # of st_blocks, whatever the file system
 IN_USE = "in use"  # why something is not removed
@@ -44,7 +45,7 @@ class Kept:
 
 
 def kept_splits() -> list[Kept]:
-    """Return the splits of the cache. Those of pipelines that run are in use."""
+    """Return the splits of the cache. Those of pipelines and stages that run here are in use."""
     root = splits_dir()
     in_use = _splits_in_use()
     found = []
@@ -53,7 +54,7 @@ def kept_splits() -> list[Kept]:
         if not path.is_dir():
             continue
         is_whole = description.exists()
-        state = IN_USE if path in in_use else "whole" if is_whole else "partial"
+        state = IN_USE if path in in_use or is_used(path) else "whole" if is_whole else "partial"
         used_s = (description if is_whole else path).stat().st_mtime
         found.append(Kept("splits", _split_name(path), path, _size_of(path), state, used_s, _remover(path)))
     return found
@@ -96,10 +97,16 @@ def _running() -> Iterator[tuple[StateDir, Manifest]]:
 def kept_artifacts(cache: Path) -> list[Kept]:
     """Return the artifacts that stages of this machine fetched from coordinators into a directory."""
     return [
-        Kept("artifacts", entry.file, entry.directory, entry.size_bytes, "whole" if entry.is_whole else "partial",
-             entry.used_s, functools.partial(remove, entry))
+        Kept("artifacts", entry.file, entry.directory, entry.size_bytes, _artifact_state(entry), entry.used_s,
+             functools.partial(remove, entry))
         for entry in cached(cache)
     ]  # fmt: skip
+
+
+def _artifact_state(entry: Cached) -> str:
+    if is_used(entry.directory):
+        return IN_USE
+    return "whole" if entry.is_whole else "partial"
 
 
 def hub_cache() -> Path:

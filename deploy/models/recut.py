@@ -44,13 +44,16 @@ def cutter(model: Path | None) -> Cut | None:
     full = str(model.absolute())
 
     async def cut(cuts: tuple[int, ...]) -> Path:
-        from relayline.deploy.models.splits import split_place
+        from relayline.deploy.models.splits import note_for_move, remove_replaced, split_place
 
         place = await asyncio.to_thread(split_place, model, None if cuts else 1, cuts or None)
+        await asyncio.to_thread(note_for_move, place)
+        await asyncio.to_thread(remove_replaced, place)
         parts = ("--cuts", ",".join(map(str, cuts))) if cuts else ("--stages", "1")
         where = (*parts, "--output", str(place))
         if error := await split_apart(full, *where):
             raise ArtifactError(error)
+        await asyncio.to_thread(note_for_move, place)  # splitting may have taken long
         return place
 
     return cut

@@ -1,8 +1,15 @@
-"""Splits in the cache: one directory for each model, by its content, and way of cutting it."""
+"""Splits in the cache: one directory for each model, by its content, and way of cutting it.
+
+Splits that a user asked for stay until the user removes them. Those that coordinators made to move layers go as soon as
+layers of that model move again and no process uses them, so that moves do not fill a disk.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import shutil
 from pathlib import Path
 
 from relayline.coordinator.model.cuts import balanced_cuts
@@ -14,8 +21,12 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.places import cache_dir, moving_cache
 from relayline.wire.common.texts import not_text
+from relayline.wire.common.use import ASKED_FOR_S, is_free
 
 log = logging.getLogger("relayline.up")
+
+FOR_MOVE = "for-move"  # a file of splits that were made to move layers
+_KEY_DIGITS = 24  # of the model's content key
 
 
 def splits_dir() -> Path:
@@ -34,7 +45,35 @@ def split_place(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None)
         facts = inspect_model(model)
         cuts = balanced_cuts(facts, n_stages) if facts.supported else None
     shape = "cuts-" + "-".join(map(str, cuts)) if cuts else f"{n_stages}-stages"
-    return splits_dir() / f"{content_key(model)[:24]}-{shape}"
+    return splits_dir() / f"{content_key(model)[:_KEY_DIGITS]}-{shape}"
+
+
+def note_for_move(place: Path) -> None:
+    """Note that layers are to move to a split, and, where there is none yet, that it is made for this."""
+    with contextlib.suppress(OSError):  # splitting says what is wrong there
+        if not place.exists():
+            place.mkdir(parents=True)
+            (place / FOR_MOVE).touch()
+        os.utime(place)
+
+
+def remove_replaced(place: Path) -> None:
+    """Remove the splits from which layers have moved away. The one at `place` is wanted next, and was just noted.
+
+    These are splits of the same model that were made to move layers, and that no process uses. One that was asked for
+    a moment before stays too: stages may be about to use it. Blocks. An error is logged.
+    """
+    for mark in splits_dir().glob(f"{place.name[:_KEY_DIGITS]}-*/{FOR_MOVE}"):
+        split = mark.parent
+        try:
+            age_s = place.stat().st_mtime - split.stat().st_mtime  # by the file system's clock
+            if split == place or age_s < ASKED_FOR_S or not is_free(split):
+                continue
+            shutil.rmtree(split)
+        except OSError as error:
+            log.warning("%s: a split that is no longer used cannot be removed: %s", split, error.strerror or error)
+        else:
+            log.info("removed a split from which layers have moved away", extra={"fields": {"path": split}})
 
 
 def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, split_dir: Path | None) -> Path:

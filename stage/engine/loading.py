@@ -8,6 +8,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+from relayline.wire.common.use import Use
 
 log = logging.getLogger("relayline.stage")
 
@@ -66,3 +69,8 @@ class Load:
         except LoadStoppedError:
             return False
         return True
+
+
+def use_files(*paths: Path) -> Use:
+    """Return the use of files that are loaded from here on; it keeps others from removing them until it is closed."""
+    return Use(paths)

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from relayline.stage.engine.loading import Load
 from relayline.stage.joining.artifact_store import Slot, Writer, has_content, shared_path
 from relayline.stage.joining.held_layers import HeldLayers
+from relayline.stage.joining.replaced import remove_replaced
 from relayline.wire.common.backoff import Backoff
 from relayline.wire.common.errors import ArtifactError, RelaylineError, StageLostError
 from relayline.wire.model_files.adapters import Adapter
@@ -83,8 +84,17 @@ async def _artifact(member: Source, cache: Path, load: Load, *, always_fetch: bo
         if path is not None:
             log.info("using the coordinator's own file of the artifact", extra={"fields": {"path": path}})
             return path
-    await asyncio.to_thread(slot.prepare, member.order.pipeline_json)
+    pipeline_json = member.order.pipeline_json
+    if member.order.change.step != pb.LAYER_CHANGE_STEP_PREPARE:
+        await asyncio.to_thread(slot.prepare, pipeline_json)
+        await _fill(member, slot, load, held=await asyncio.to_thread(HeldLayers, cache, slot))
+        return slot.path
+    await asyncio.to_thread(slot.prepare, pipeline_json, for_move=True)
+    if not await asyncio.to_thread(slot.has_room):
+        await asyncio.to_thread(remove_replaced, slot)  # else later, since layers may be copied from them
     await _fill(member, slot, load, held=await asyncio.to_thread(HeldLayers, cache, slot))
+    await asyncio.to_thread(slot.prepare, pipeline_json)  # to fetch it may have taken long
+    await asyncio.to_thread(remove_replaced, slot)
     return slot.path
 
 

@@ -5,8 +5,9 @@ later attempt resumes. Where nobody has read a file's bytes before, the hash of 
 `FILE.sha256`, and the directory has the name that the coordinator gave that content. Such a file resumes from what
 survived, see `survivors`.
 
-A finished directory can be given to `relayline stage --artifact`. Nothing is removed automatically, because only the
-user knows which models are needed again; `relayline cache --clear` removes.
+A finished directory can be given to `relayline stage --artifact`. `relayline cache --clear` removes what no stage uses.
+Only slices that were fetched to move layers are removed automatically, see `replaced`: the user knows best which models
+are needed again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from relayline.wire.common.units import GIB
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 USED = "used"  # its time says when a file without a pipeline.json was asked for last
+FOR_MOVE = "for-move"  # a file beside slices that were fetched because layers moved
 DISK_RESERVE_BYTES = 64 * 1024 * 1024  # left free besides the artifact, for logs and the disk's other uses
 READ_BYTES = 1 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -54,12 +56,16 @@ class Slot:
         self.partial = self.directory / f"{artifact.file}.partial"
         self._lock: int | None = None
 
-    def prepare(self, pipeline_json: bytes = b"") -> None:
+    def prepare(self, pipeline_json: bytes = b"", *, for_move: bool = False) -> None:
         """Make the directory and put the description of the split into it, if there is one. Raises StartError.
 
-        One that is there is only noted as used: a stage that has all it needs comes back on a full disk, too.
+        One that is there is only noted as used: a stage that has all it needs comes back on a full disk, too. Of a new
+        one it is noted whether it is `for_move`.
         """
         try:
+            if for_move and not self.directory.exists():
+                self.directory.mkdir(parents=True)
+                (self.directory / FOR_MOVE).touch()
             if not pipeline_json:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 (self.directory / USED).touch()
@@ -97,16 +103,24 @@ class Slot:
             return False
         return True
 
+    def has_room(self) -> bool:
+        """Return whether the missing bytes fit the disk."""
+        missing_bytes, free_bytes = self._missing_and_free_bytes()
+        return missing_bytes + DISK_RESERVE_BYTES <= free_bytes
+
     def check_space(self) -> None:
         """Raise StartError unless the missing bytes fit the disk."""
-        missing_bytes = self.artifact.size_bytes - self.partial_bytes()
-        free_bytes = shutil.disk_usage(self.directory).free
-        if missing_bytes + DISK_RESERVE_BYTES > free_bytes:
-            raise StartError(
-                f"{self.directory.parent} has {free_bytes / GIB:.2f} GiB free, and {self.artifact.file} needs "
-                f"{missing_bytes / GIB:.2f} GiB more and {DISK_RESERVE_BYTES / GIB:.2f} GiB to spare; free space "
-                f"there or give another directory with --cache"
-            )
+        if self.has_room():
+            return
+        missing_bytes, free_bytes = self._missing_and_free_bytes()
+        raise StartError(
+            f"{self.directory.parent} has {free_bytes / GIB:.2f} GiB free, and {self.artifact.file} needs "
+            f"{missing_bytes / GIB:.2f} GiB more and {DISK_RESERVE_BYTES / GIB:.2f} GiB to spare; free space "
+            f"there or give another directory with --cache"
+        )
+
+    def _missing_and_free_bytes(self) -> tuple[int, int]:
+        return self.artifact.size_bytes - self.partial_bytes(), shutil.disk_usage(self.directory).free
 
     def partial_bytes(self) -> int:
         """Return how much an earlier attempt left."""
@@ -249,7 +263,7 @@ def cached(cache: Path) -> list[Cached]:
 
 
 def remove(entry: Cached) -> bool:
-    """Remove one artifact; False when a process is fetching it just now. A stage that serves it is not disturbed."""
+    """Remove one artifact; False when a process is fetching it just now. Whether one uses it is not looked at."""
     slot = Slot(entry.directory.parent, pb.ArtifactFile(file=entry.file, sha256=entry.directory.name))
     if not slot.try_lock():
         return False

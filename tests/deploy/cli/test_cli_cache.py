@@ -17,6 +17,7 @@ from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.processes import relayline
 from relayline.stage.joining.artifact_store import Slot, cached, remove
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.use import Use
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 
@@ -42,6 +43,28 @@ def test_the_cache_is_listed_oldest_first_and_cleared(tmp_path: Path) -> None:
     assert ": 1 artifact," in relayline("cache", "--cache", tmp_path, "--unused-days", "1").stdout
     assert relayline("cache", "--cache", tmp_path, "--clear").returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_a_stage_or_coordinator_uses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    slots = [put(tmp_path / "relayline" / "artifacts", "stage-0.gguf", data, 1_000_000_000) for data in (b"x", b"y")]
+    splits = [tmp_path / "relayline" / "splits" / name for name in ("one", "other")]
+    for split in splits:
+        split.mkdir(parents=True)
+        (split / "tokenizer.gguf").write_bytes(b"x")
+    use = Use([slots[0].path, splits[0] / "tokenizer.gguf"])
+    done = relayline("cache", "--clear", "--json")
+    found = {entry["path"]: entry["state"] for entry in map(json.loads, done.stdout.splitlines())}
+    assert found == {
+        str(slots[0].directory): "kept",
+        str(slots[1].directory): "removed",
+        str(splits[0]): "kept",
+        str(splits[1]): "removed",
+    }
+    assert [path.exists() for path in (slots[0].path, slots[1].path, *splits)] == [True, False, True, False]
+    use.close()
+    assert relayline("cache", "--clear").stdout.count("removed") == 2
 
 
 @pytest.mark.parametrize("name", ["none", "empty"])

@@ -49,7 +49,9 @@ _COMPLETIONS: tuple[Body, ...] = (
     {"stream": True, "prompt": ["a", "b"]}, {"stream": True, "prompt": [99999]}, {"n_indent": 4}, {"samplers": "kt"},
     {"samplers": []}, {"samplers": ["nothing"]}, {"dry_sequence_breakers": []}, {"dry_base": 0.5}, {"mirostat": 3},
     {"prompt": "x", "return_tokens": True, "n_probs": 1, "stream": True}, {"cache_prompt": False},
-    {"response_fields": []}, {"n_cmpl": 0}, {"n_cmpl": 3, "n_predict": 1, "stream": True}, {"repeat_last_n": -2},
+    {"response_fields": []}, {"response_fields": ["timings/predicted_n"]},
+    {"samplers": ["top_k", "infill"], "top_k": 1}, {"n_cmpl": 0}, {"n_cmpl": 3, "n_predict": 1, "stream": True},
+    {"repeat_last_n": -2},
 )  # fmt: skip
 _CHATS: tuple[Body, ...] = (
     {}, {"stream": True}, {"logprobs": True, "top_logprobs": 2}, {"timings_per_token": True, "stream": True},

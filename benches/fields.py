@@ -70,7 +70,7 @@ RULES = (
     Rule("/completion", "mirostat", r"", "draws are our own"),
     Rule("/completion", "n_probs", "/top_logprobs", "near-ties change places"),
     Rule("/completion", "n_keep", r"/n_keep", "the context is not shifted"),
-    Rule("/completion", '"(post_sampling_probs|t_max_predict_ms|min_keep|lora|dynatemp_range|n_indent)"', _REFUSED,
+    Rule("/completion", '"(post_sampling_probs|min_keep|lora|dynatemp_range)"', _REFUSED,
          "it would change the answer, and is not served"),
     Rule("/completion", '"n_probs": (50|-1)', _REFUSED, "0 to 20, as OpenAI's top_logprobs"),
     Rule("/completion", '"prompt": (""|\\[\\[\\]\\])', _REFUSED, "there is no row to sample from"),

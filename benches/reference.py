@@ -101,6 +101,7 @@ async def expected_answers(
         asked: dict[str, object] = {"greedy": list(prompts), "n_tokens": n_tokens, "n_threads": n_threads}
         asked |= adapter_field(adapter)
         answers = await _ask(model, asked, libraries)
+        kept.parent.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_suffix(".part")
         unfinished.write_text(json.dumps(answers))
         unfinished.rename(kept)

@@ -7,8 +7,8 @@ rarely change the pick (`stage.sampling.draws`). A token that they move over the
 that token is the pick, because the others' noise stays the same.
 
 Order: biases, penalties and bans (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`),
-top-n-sigma, top-k, typical-p, top-p, min-p, XTC, temperature, draw. The filters keep what llama.cpp's of the same names
-keep (`stage.sampling.filters`, `stage.sampling.sorting_filters`).
+top-n-sigma, top-k, typical-p, top-p, min-p, XTC, infill, temperature, draw. The filters keep what llama.cpp's of the
+same names keep (`stage.sampling.filters`, `stage.sampling.sorting_filters`, `stage.sampling.infill`).
 
 Mirostat stands in place of penalties and filters. It alone has a state that tokens do not tell: it travels with each
 sample, and comes back with the open (`stage.sampling.mirostat`).
@@ -33,6 +33,7 @@ from relayline.stage.sampling.device_draws import DeviceDraws
 from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.dry import Dry
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
+from relayline.stage.sampling.infill import Infill
 from relayline.stage.sampling.mirostat import Mirostat
 from relayline.stage.sampling.noise import Noise
 from relayline.stage.sampling.penalties import Penalties, Repetition
@@ -96,10 +97,10 @@ class SamplingOptions:
 
     @property
     def sorting_filters(self) -> Filters | None:
-        """The filters that sort tokens, with those before and after them; None where none of them is asked for."""
+        """The filters that sort tokens, or come before one that does, with all others; None if none is asked for."""
         sigma, typical = self.number("top_n_sigma"), self.number("typical_p")
         xtc = self.number("xtc_threshold") if self.number("xtc_probability") else 1.0
-        if sigma == 0 and typical == 1.0 and xtc > 0.5:
+        if sigma == 0 and typical == 1.0 and xtc > 0.5 and not self.number("infill"):
             return None
         return Filters(sigma, self.top_k, typical, self.top_p, self.min_p, xtc)
 
@@ -191,6 +192,7 @@ class SessionSampler:
         if is_changed or bans is not None or dry is not None:
             self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry)
         self._sorting = options.sorting_filters
+        self._infill = Infill(vocabulary) if options.number("infill") and options.temperature > 0 else None
         self.n_vocab = n_vocab
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
         self._is_open = True
@@ -286,6 +288,8 @@ class SessionSampler:
             if not xtc_acts(options.seed, position, options.number("xtc_probability")):
                 filters = dataclasses.replace(filters, xtc_threshold=1.0)
             tokens = filters.kept(logits)
+            if self._infill is not None:
+                tokens = self._infill.kept(tokens, logits[tokens])
             kept = logits[tokens]
             return scratch.draws.draw(kept, float(kept.max()), options.temperature, keys, tokens)
         if options.top_k == 0 and options.top_p == 1.0 and options.min_p == 0.0:

@@ -78,6 +78,8 @@ FIELDS = (
         is_whole=True,
         only_with="dry_multiplier",
     ),
+    # 1: only tokens that fill a gap for sure, else the end; see stage.sampling.infill.
+    SamplerField(name="infill", neutral=0, low=0, high=1, is_whole=True, is_kind=True),
     # Version 1 or 2, in place of the filters and penalties; see stage.sampling.mirostat.
     SamplerField(name="mirostat", neutral=0, low=0, high=2, aliases=("mirostat_mode",), is_whole=True, is_kind=True),
     SamplerField(name="mirostat_tau", neutral=5.0, low=0.0, high=100.0, only_with="mirostat"),

@@ -14,7 +14,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from relayline.coordinator.http.edge.limits import HttpLimits
-from relayline.coordinator.http.llama.settings import DEFAULTS, SAMPLER_LETTERS, SAMPLERS, generation_settings
+from relayline.coordinator.http.llama.settings import (
+    DEFAULTS,
+    INFILL,
+    ORDER,
+    SAMPLER_LETTERS,
+    SAMPLERS,
+    generation_settings,
+)
 from relayline.coordinator.http.requests.bodies import (
     CompletionBody,
     LogprobCount,
@@ -54,7 +61,6 @@ _OFF: dict[str, dict[str, Any]] = {
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "post_sampling_probs": (),
     "min_keep": (),
-    "n_indent": (),
     "adaptive_target": (-1,),
     "reasoning_budget_tokens": (-1,),
 }
@@ -79,7 +85,6 @@ class LlamaBody(CompletionBody, kw_only=True):
     samplers: list[str] | str | None = None  # a text: a letter for each
     post_sampling_probs: Any = None
     min_keep: Any = None
-    n_indent: Any = None
     adaptive_target: Any = None
     reasoning_budget_tokens: Any = None
 
@@ -209,11 +214,15 @@ def _of_letters(letters: str) -> list[str]:
 
 
 def _without(samplers: list[str]) -> dict[str, Any]:
-    """Return the fields that turn off what `samplers` leaves out. Raises InvalidRequestError for another order."""
-    order = [SAMPLERS.index(name) if name in SAMPLERS else -1 for name in samplers]
+    """Return the fields that turn off what `samplers` leaves out, and on what it adds.
+
+    Raises InvalidRequestError for another order.
+    """
+    order = [ORDER.index(name) if name in ORDER else -1 for name in samplers]
     if -1 in order or order != sorted(set(order)):
-        raise InvalidRequestError.of_field("samplers", f"only some of {', '.join(SAMPLERS)}, in this order")
-    return {field: off for name in SAMPLERS if name not in samplers for field, off in _OFF[name].items()}
+        raise InvalidRequestError.of_field("samplers", f"only some of {', '.join(ORDER)}, in this order")
+    left_out = {field: off for name in SAMPLERS if name not in samplers for field, off in _OFF[name].items()}
+    return {INFILL: float(INFILL in samplers), **left_out}
 
 
 def _prompts(sent: Any) -> list[Any]:

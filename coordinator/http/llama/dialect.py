@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt, Scored, Speller
@@ -136,6 +138,8 @@ class LlamaDialect(OpenAIStream):
         for path in self._options.response_fields:
             value: Any = body
             for key in path.split("/"):
+                if isinstance(value, msgspec.Struct):
+                    value = msgspec.structs.asdict(value)
                 if not isinstance(value, Mapping) or key not in value:
                     break
                 value = value[key]

@@ -14,9 +14,11 @@ from relayline.coordinator.http.requests.validation import DRY_BREAKERS, REPEAT_
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "n_predict": -1}
 )
-# In the order in which they act here, which is llama-server's default.
-SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-SAMPLER_LETTERS: Mapping[str, str] = MappingProxyType(dict(zip("edskypmxt", SAMPLERS, strict=True)))
+# In the order in which they act here, which is llama-server's default; `infill` acts only if it is asked for.
+INFILL = "infill"
+ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", INFILL, "temperature")
+SAMPLERS = tuple(name for name in ORDER if name != INFILL)
+SAMPLER_LETTERS: Mapping[str, str] = MappingProxyType(dict(zip("edskypmxit", ORDER, strict=True)))
 # Settings that this server does not have, with the values by which llama-server shows them as off.
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {

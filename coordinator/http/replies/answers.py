@@ -36,15 +36,22 @@ class Answers:
             return None  # tokens computed after a stop string, or the end of a stream that said why before
         if event is None:
             raise arrival.error or InternalError("generation ended without a reason; this is a bug of the server")
-        if self.job.plan.shows_timings and not state.first_ns:
-            state.first_ns = time.monotonic_ns()
-        growth = state.on_event(event)
+        growth = state.on_event(event, self._elapsed_ns(state))
         self.job.note(index, state)
         if state.is_finished():
             self._n_open -= 1
             if event.finish_reason is None:
                 self._merge.drop(index)  # a stop string: the pipeline does not know that this choice is done
         return growth
+
+    def _elapsed_ns(self, state: ChoiceState) -> int:
+        """Return how long ago a choice's first token came; 0 where nobody asks."""
+        plan = self.job.plan
+        if not plan.shows_timings and not plan.line_end.within_ms:
+            return 0
+        now_ns = time.monotonic_ns()
+        state.first_ns = state.first_ns or now_ns
+        return now_ns - state.first_ns
 
     def usage(self) -> Usage:
         """Return the token counts up to now."""

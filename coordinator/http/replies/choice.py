@@ -1,6 +1,7 @@
 """One choice as it grows: token events in, text and log probabilities out. Pure; shared by both routes and by streams.
 
-A choice ends by a stop string (found here), by an end-of-generation token or by its length (both said by the event).
+A choice ends by a stop string or a line's end (both found here), by an end-of-generation token or by its length (both
+said by the event).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Literal, NamedTuple
 from relayline.coordinator.answers.reader import CallPart, Parts, Reader
 from relayline.coordinator.sessions.generation import ImageRows, PromptScore, TokenEvent
 from relayline.coordinator.text.detokenize import TextAssembler
+from relayline.coordinator.text.line_end import ANYWHERE, LineEnd, LineEndFinder
 from relayline.coordinator.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -71,6 +73,7 @@ class Ending:
     tokens: frozenset[int] = frozenset()
     min_tokens: int = 0  # before this many tokens none of these ends it
     shows_stop: bool = False  # the string or token is shown
+    line_end: LineEnd = ANYWHERE  # counts as its length
 
 
 class ChoiceState:
@@ -94,24 +97,26 @@ class ChoiceState:
         self._reader = reader
         self._ending = ending
         self._assembler = TextAssembler(ending.stops, shows_stop=ending.shows_stop)
+        self._line_end = LineEndFinder(ending.line_end) if ending.line_end != ANYWHERE else None
         self._wants_logprobs = wants_logprobs
         self._wants_tokens = wants_tokens
         # Most answers: text, and nothing that could end one but their last event.
-        self._is_plain = not (wants_logprobs or wants_tokens or reader or ending.stops or ending.tokens)
+        may_end = ending.stops or ending.tokens or self._line_end
+        self._is_plain = not (wants_logprobs or wants_tokens or reader or may_end)
         self._offset_chars = offset_chars
         self.n_tokens = 0  # generated, whether they became text or not
         self.n_thought = 0  # of those, where reasoning is shown separately
         self.n_predicted = 0  # of those, tokens that the client's prediction had right
         self.n_cached = 0  # of the prompt, not computed for this choice
         self.finish_reason: FinishReason | None = None
-        self.first_ns = 0  # when the first token came, where timings are wanted
+        self.first_ns = 0  # when the first token came, where timings or a time limit are wanted
 
     def is_finished(self) -> bool:
         """Return whether the choice has its finish reason."""
         return self.finish_reason is not None
 
-    def on_event(self, event: TokenEvent) -> Growth:
-        """Take the next event; events after the finish change nothing."""
+    def on_event(self, event: TokenEvent, elapsed_ns: int = 0) -> Growth:
+        """Take the next event, which came so long after the first token; events after the finish change nothing."""
         if self.finish_reason is not None:
             return Growth()
         self.n_tokens += 1
@@ -119,9 +124,9 @@ class ChoiceState:
             self.n_predicted += event.is_predicted
             self.n_cached += event.n_cached
             return Growth(self._assembler.push(self._piece(event.token)))
-        return self._take(event)
+        return self._take(event, elapsed_ns)
 
-    def _take(self, event: TokenEvent) -> Growth:
+    def _take(self, event: TokenEvent, elapsed_ns: int) -> Growth:
         self.n_predicted += event.is_predicted
         self.n_cached += event.n_cached
         text = ""
@@ -137,6 +142,9 @@ class ChoiceState:
             self.finish_reason = "stop" if is_stop_token else event.finish_reason
         if self._assembler.stopped:
             self.finish_reason = "stop"
+        if self._line_end is not None:
+            text = self._line_end.push(text, elapsed_ns)
+            self.finish_reason = "length" if self._line_end.is_over else self.finish_reason
         parts = self._read(text)
         tokens = (event.token,) if self._wants_tokens else ()
         return Growth(

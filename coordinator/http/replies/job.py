@@ -54,11 +54,14 @@ class Job:
 
     def choice_states(self, service: Service) -> list[ChoiceState]:
         """Return a fresh state for each choice."""
-        form, stop_tokens = self.form, frozenset(self.plan.stop_tokens)
+        form, plan = self.form, self.plan
+        ending = Ending(
+            plan.stops, frozenset(plan.stop_tokens), plan.min_tokens, shows_stop=plan.shows_stop, line_end=plan.line_end
+        )
         return [
             ChoiceState(
                 form.conversation.piece if form else service.tokenizer.piece,
-                Ending(self.plan.stops, stop_tokens, self.plan.min_tokens, shows_stop=self.plan.shows_stop),
+                ending,
                 wants_logprobs=self.plan.n_logprobs >= 0,
                 wants_tokens=self.plan.return_token_ids,
                 offset_chars=len(self.prompt_of(index).echo),

@@ -155,7 +155,8 @@ class GenerationBody(_Sampler, kw_only=True):
     grammar_lazy: Any = None
     lora: Annotated[list[LoraScale], Meta(max_length=ADAPTERS_MAX)] | None = None  # as llama-server has it
     web_search_options: Any = None
-    t_max_predict_ms: Any = None
+    n_indent: Annotated[int, Meta(ge=0)] | None = None  # as llama-server has it, like the next
+    t_max_predict_ms: Annotated[int, Meta(ge=-1)] | None = None
     prompt_logprobs: LogprobCount | None = None  # as vLLM has it
     timings_per_token: bool | None = None  # as llama-server has it, like the next
     return_progress: bool | None = None

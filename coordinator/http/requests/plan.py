@@ -8,6 +8,7 @@ from relayline.coordinator.http.requests.structure import Shape
 from relayline.coordinator.http.requests.tools import Offered
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.tenants import ServiceTier
+from relayline.coordinator.text.line_end import ANYWHERE, LineEnd
 
 SEEDS = 1 << 64  # of random draws, from 0 on
 
@@ -40,6 +41,7 @@ class Plan:
     n_logprobs: int = -1  # alternatives of each token of the answer; below 0: no log probabilities
     n_prompt_logprobs: int = -1  # the same of each token of the prompt, as vLLM shows them
     continuous_usage: bool = False  # each event of a stream carries the usage so far
+    line_end: LineEnd = ANYWHERE  # the line behind which the answer ends
     shows_timings: bool = False
     shows_progress: bool = False  # of the prompt, in a stream
     service_tier: ServiceTier | None = None  # that it is served as; None: the client did not ask

@@ -17,6 +17,7 @@ from relayline.coordinator.http.requests.tools import check_calls, offered_by
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.model_names import without_latest
 from relayline.coordinator.sessions.tenants import tier_of, turn_of
+from relayline.coordinator.text.line_end import LineEnd
 from relayline.wire.common.bounds import BIAS_MAX
 from relayline.wire.common.errors import InvalidRequestError, ModelNotFoundError
 from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
@@ -42,7 +43,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "chat_template": (),
     "grammar_lazy": (),
-    "t_max_predict_ms": (-1,),
 }
 _REMEDIES = {"functions": "send tools", "function_call": "send tool_choice"}  # where another field does the same
 # Fields whose false would change the answer.
@@ -189,6 +189,7 @@ def _plan(
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         shows_timings=bool(body.timings_per_token),
         shows_progress=bool(body.return_progress and body.stream),
+        line_end=_line_end(body),
         service_tier=(tier := tier_of(body.service_tier)),
         turn=turn_of(body.priority or 0, tier),
     )
@@ -211,6 +212,12 @@ def _sampling(
         numbers=_numbers(body),
         allowed_tokens=tuple(sorted(set(body.allowed_token_ids or ()))),
     )
+
+
+def _line_end(body: GenerationBody) -> LineEnd:
+    """Return the lines behind which the answer ends; numbers beyond all texts and times become the largest."""
+    n_indent, within_ms = body.n_indent or 0, max(0, body.t_max_predict_ms or 0)
+    return LineEnd(min(n_indent, _MAX_TOKENS_MAX), min(within_ms, _MAX_TOKENS_MAX))
 
 
 def _limit(param: str, asked: int | None) -> int | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
+from relayline.coordinator.http.replies import answers
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptProgress, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.sessions.streams import SessionStream
@@ -126,7 +129,9 @@ async def test_prompts_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"prompt": "x", "post_sampling_probs": True}, "post_sampling_probs: not supported"),
         ({"prompt": "x", "mirostat": 3}, "mirostat: must be a whole number"),
         ({"prompt": "x", "samplers": ["temperature", "top_k"]}, "samplers: only some of"),
-        ({"prompt": "x", "samplers": ["infill"]}, "samplers: only some of"),
+        ({"prompt": "x", "samplers": ["infill", "top_k"]}, "samplers: only some of"),
+        ({"prompt": "x", "n_indent": -1}, "n_indent"),
+        ({"prompt": "x", "t_max_predict_ms": "soon"}, "t_max_predict_ms"),
         ({"prompt": "x", "samplers": "tk"}, "samplers: only some of"),
         ({"prompt": "x", "samplers": "kz"}, "samplers: 'z' is not a sampler's letter"),
         ({"prompt": "x", "n_probs": 21}, "n_probs"),
@@ -191,6 +196,43 @@ async def test_a_vocabulary_without_those_tokens_says_so(tmp_path: Path) -> None
     assert "infill: this model has no fill-in-the-middle tokens" in found["error"]["message"]
     found, _ = await asked(without, "/v1/completions", says(b""), 501, prompt="a", suffix="b")
     assert found["error"]["message"].startswith("suffix: ")
+
+
+EDITOR = {  # as llama.vim and llama.vscode send it
+    "id_slot": 0, "input_prefix": "def f():\n", "input_suffix": "\n", "prompt": "    x", "n_predict": 128, "stop": [],
+    "input_extra": [{"text": "A", "time": 1, "filename": "a.py"}], "top_k": 40, "top_p": 0.90, "stream": False,
+    "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000,
+    "n_indent": 4,
+    "response_fields": ["content", "timings/prompt_n", "timings/predicted_n", "truncated", "tokens_cached"],
+}  # fmt: skip
+
+
+async def test_editors_are_served(tokenizer: Tokenizer) -> None:
+    found, (request,) = await asked(tokenizer, "/infill", says(b" = 1\n    y\n  z = 2\n"), **EDITOR)
+    assert (found["content"], found["timings/predicted_n"]) == (" = 1\n    y\n  ", 14), "z is less indented"
+    assert list(found) == EDITOR["response_fields"]
+    sampling = request.sampling
+    assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.temperature) == (40, 0.9, 0.0, 1.0)
+    assert sampling.numbers == (("infill", 1.0),)
+    warm = {"n_predict": 0, "samplers": [], "t_max_prompt_ms": 1, "t_max_predict_ms": 1, "response_fields": [""]}
+    found, (request,) = await asked(tokenizer, "/infill", says(b"y"), **(EDITOR | warm))
+    assert (found, request.max_tokens, request.sampling.numbers) == ({}, 1, ())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_answer_that_takes_too_long_ends_with_its_line(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    now_ns = itertools.count(step=10_000_000)  # each token takes 10 ms and more
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic_ns=lambda: next(now_ns)))
+    body = {"prompt": "x", "t_max_predict_ms": 45, "stream": streams}
+    found, _ = await asked(tokenizer, "/completion", says(b"a\nb c d e f\ng\n"), **body)
+    text = "".join(event["content"] for event in found) if streams else found["content"]
+    last = found[-1] if streams else found
+    assert text == "a\nb c d e f\n"
+    assert (last["stop"], last["stop_type"], last["tokens_predicted"]) == (True, "limit", 12)
+    whole, _ = await asked(tokenizer, "/completion", says(b"a\nb\n"), prompt="x", t_max_predict_ms=-1)
+    assert whole["content"] == "a\nb\n"
 
 
 async def test_slots_show_the_lanes_states(tokenizer: Tokenizer) -> None:

@@ -119,7 +119,7 @@ def replicas_of(launched: Launched, differs: GatewayDifference | None) -> dict[s
         for each in listed
     }
     if differs is not None:
-        for member in differs.added:
+        for member in (*differs.added, *differs.retried):
             for other in differs.staying:
                 if member.manifest is not None and member.manifest == other.manifest:
                     found.setdefault(other.name, []).append(member.name)
@@ -166,7 +166,7 @@ def change(
         directory.more.unlink(missing_ok=True)
         directory.restart.unlink(missing_ok=True)
         raise StartError(f"the supervisor of {plan.name} has ended; `relayline up` starts it again")
-    new = [member.name for member in (*differs.added, *differs.changed)] + list(again)
+    new = [member.name for member in differs.beginning] + list(again)
     asyncio.run(_until_changed(plan, launched, new, as_json=as_json))
     after = directory.load()
     records = {record.name: record for record in (after.processes if after is not None else ())}
@@ -226,8 +226,8 @@ def _tell_lines(plan: GatewayPlan, name: str, shown: set[str], *, as_json: bool)
 
 
 def _show(name: str, differs: GatewayDifference, *, is_dry: bool, as_json: bool) -> None:
-    changes = {"added": differs.added, "removed": differs.removed, "changed": differs.changed}
     if as_json:
+        changes = {key: getattr(differs, key) for key in ("added", "removed", "changed", "retried")}
         members_by_change = {word: [member.name for member in members] for word, members in changes.items()}
         rest = {"others": differs.others, "reordered": differs.is_reordered, "dry_run": is_dry}
         click.echo(json.dumps({"event": "difference", "name": name, **members_by_change, **rest}))
@@ -240,6 +240,10 @@ def _show(name: str, differs: GatewayDifference, *, is_dry: bool, as_json: bool)
         click.echo(f"pipelines[{member.name}]: gets no more requests, and ends when those that run there have")
     for member in differs.changed:
         click.echo(f"pipelines[{member.name}]: is replaced, {_source(member)}; meanwhile its replicas answer")
+    for member in differs.retried:
+        click.echo(
+            f"pipelines[{member.name}]: does not serve as the manifest says, and is tried again, {_source(member)}"
+        )
     if differs.is_reordered:
         click.echo("the order of the pipelines changes")
     for field in differs.others:

@@ -95,7 +95,7 @@ class Board:
         self._store(processes=tuple(record for record in self.state.processes if record.name != name))
 
     def unlike_manifest(self) -> frozenset[str]:
-        """Return the names of the processes that are not as the manifest says: not started again, or an earlier one."""
+        """As `unlike_manifest`, of the present state."""
         return unlike_manifest(self.state)
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
@@ -135,5 +135,8 @@ class Board:
 
 
 def unlike_manifest(state: LaunchState) -> frozenset[str]:
-    """Return the names of the processes that are not as the manifest says."""
-    return frozenset(record.name for record in state.processes if record.state is HostState.FAILED or record.is_behind)
+    """Return a gateway's pipelines, by their own names, that are not as the manifest says: they could not start, or run
+    as an earlier one said.
+    """
+    unlike = (record for record in state.processes if record.state is HostState.FAILED or record.is_behind)
+    return frozenset(record.name.removeprefix(f"{state.name}-") for record in unlike)

@@ -32,34 +32,48 @@ class GatewayDifference:
     """Fields of the gateway itself; they take a restart."""
     is_reordered: bool
     """Whether the order of preference differs."""
+    retried: tuple[Member, ...] = ()
+    """In their new form: those that could not start, or serve as before because of that."""
+
+    @property
+    def beginning(self) -> tuple[Member, ...]:
+        """The pipelines that begin, in the place of a running one or not."""
+        return (*self.added, *self.changed, *self.retried)
 
     @property
     def changes_members(self) -> bool:
         """Whether something changes that can change while the gateway serves."""
-        return bool(self.added or self.removed or self.changed or self.is_reordered)
+        return bool(self.beginning or self.removed or self.is_reordered)
 
     @property
     def words(self) -> str:
         """One line for a log."""
-        parts = (("added", self.added), ("removed", self.removed), ("changed", self.changed))
+        parts = (
+            ("added", self.added),
+            ("removed", self.removed),
+            ("changed", self.changed),
+            ("tried again", self.retried),
+        )
         changes = [f"{word} {', '.join(member.name for member in members)}" for word, members in parts if members]
         return "; ".join(changes) or "another order"
 
 
 def difference(running: GatewayManifest, wanted: GatewayManifest, failed: Collection[str] = ()) -> GatewayDifference:
-    """Compare two manifests of one gateway. `failed`: members that are not as the first one says."""
-    old = {member.name: member for member in running.members() if f"{running.name}-{member.name}" not in failed}
+    """Compare two manifests of one gateway. `failed`: names of members that are not as the first one says."""
+    old = {member.name: member for member in running.members()}
     new = {member.name: member for member in wanted.members()}
     both = [name for name in new if name in old]
-    changed = [name for name in both if _facts(running, old[name]) != _facts(wanted, new[name])]
+    retried = [name for name in both if name in failed]
+    changed = [name for name in both if _facts(running, old[name]) != _facts(wanted, new[name]) and name not in failed]
     before, after = _own(running), _own(wanted)
     return GatewayDifference(
         tuple(member for name, member in new.items() if name not in old),
         tuple(member for name, member in old.items() if name not in new),
         tuple(new[name] for name in changed),
-        tuple(new[name] for name in both if name not in changed),
+        tuple(new[name] for name in both if name not in (*changed, *retried)),
         tuple(key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)),
         both != [name for name in old if name in new],
+        tuple(new[name] for name in retried),
     )
 
 

@@ -159,9 +159,10 @@ class Keeper:
         differs = difference(self._plan.manifest, wanted, self.board.unlike_manifest())
         again = restarting(self._directory, differs)
         plan = dataclasses.replace(self._plan, manifest=wanted)
-        started, new = self._plan.started, [*differs.added, *differs.changed, *again]
+        started, new = self._plan.started, [*differs.beginning, *again]
         ports = await asyncio.to_thread(join_ports, started, self._kept)
-        taken, keep = {join for join, _ in ports.values()}, {each.name: ports.get(each.name, (0, 0)) for each in again}
+        taken = {join for join, _ in ports.values()}
+        keep = {each.name: ports.get(each.name, (0, 0)) for each in (*differs.retried, *again)}
         planned = await asyncio.to_thread(plan_members, wanted, started, new, taken, keep)
         for each in planned:
             if each.local is not None and not self.board.has(each.local.name):

@@ -17,6 +17,7 @@ from rich.console import Console
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame
 from relayline.deploy.cli.unequal import gateway_lines
 from relayline.deploy.launch.board import Board, unlike_manifest
+from relayline.deploy.launch.gateway import keeper as keeper_module
 from relayline.deploy.launch.gateway.change import (
     AS_BEFORE,
     OTHERS_SERVE,
@@ -26,7 +27,7 @@ from relayline.deploy.launch.gateway.change import (
     restarting,
 )
 from relayline.deploy.launch.gateway.keeper import Keeper, _Kept
-from relayline.deploy.launch.gateway.plan import Started, plan_members
+from relayline.deploy.launch.gateway.plan import GatewayPlan, Started, plan_members
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import ProcessId
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
@@ -95,8 +96,11 @@ def test_another_order_and_a_pipeline_that_failed_before(tmp_path: Path) -> None
     assert difference(running, turned).is_reordered
     assert difference(running, turned).changes_members
     assert not difference(running, running).changes_members
-    failed = difference(running, running, {"house-b"})
-    assert [member.name for member in failed.added] == ["b"], "`up` again tries it again"
+    failed = difference(running, running, {"b"})
+    assert [member.name for member in failed.retried] == ["b"], "`up` again tries it again"
+    assert (failed.words, failed.added, failed.staying[0].name) == ("tried again b", (), "a")
+    gone = difference(running, manifest(tmp_path, RUNNING.splitlines(True)[0] + RUNNING.splitlines(True)[1]), {"b"})
+    assert [member.name for member in gone.removed] == ["b"], "it may serve as before, and its process is still listed"
 
 
 def test_one_more_pipeline_over_hosts_gets_its_own_ports(tmp_path: Path) -> None:
@@ -145,7 +149,7 @@ def test_pipelines_that_a_roll_did_not_reach_differ_from_the_manifest() -> None:
         ProcessRecord("house-c", "pipeline", "localhost", HostState.FAILED),
     )
     state = LaunchState(STATE_VERSION, "house", "", Phase.READY, 1, 1, processes=records)
-    assert unlike_manifest(state) == {"house-b", "house-c"}
+    assert unlike_manifest(state) == {"b", "c"}, "also where `up --name` gave the gateway its name"
 
 
 def test_a_gateways_pipelines_are_listed() -> None:
@@ -215,6 +219,27 @@ async def test_a_pipeline_that_starts_as_it_was_before_ends_a_roll(was_running: 
     keeper._begin.assert_awaited_once_with(planned.local, at_start=False, is_again=was_running)
     keeper._begin.return_value = {"url": "http://h:1"}
     assert await keeper._renew(served, planned)
+
+
+async def test_one_that_is_tried_again_keeps_the_ports_that_other_hosts_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves as before, and its hosts have joined."""
+    running, asked = manifest(tmp_path), list[tuple[list[str], dict[str, Any]]]()
+    keeper: Any = Keeper.__new__(Keeper)
+    keeper._plan = GatewayPlan(tmp_path, mock.Mock(), (), running, Started("house", tmp_path / "state"))
+    keeper._directory, keeper._kept, keeper.board = StateDir(tmp_path), {"b": mock.Mock()}, mock.MagicMock()
+    keeper.board.unlike_manifest.return_value = {"b"}
+    write_gateway(running, keeper._directory.more)
+
+    def planned(_wanted: Any, _started: Any, members: Any, _taken: Any, keep: Any) -> list[Any]:
+        asked.append(([member.name for member in members], keep))
+        return []
+
+    monkeypatch.setattr(keeper_module, "plan_members", planned)
+    monkeypatch.setattr(keeper_module, "join_ports", lambda *_: {"b": (50_150, 50_149)})
+    await keeper._change(mock.Mock())
+    assert asked == [(["b"], {"b": (50_150, 50_149)})]
 
 
 async def test_what_serves_as_before_differs_from_its_manifest() -> None:

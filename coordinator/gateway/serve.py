@@ -113,6 +113,12 @@ class ServedGateway:
                     await self._forwarder.idle(backend)
             await self._links.forget(self._links.links[backend])
 
+    def set_key(self, name: str, key: str) -> None:
+        """Have the gateway show a pipeline this API key from now on; empty for none."""
+        if (backend := self._links.router.named(name)) is not None:
+            link = self._links.links[backend]
+            link.config = dataclasses.replace(link.config, key=key)
+
     def arrange(self, names: Sequence[str]) -> None:
         """Bring the pipelines into another order of preference."""
         self._links.router.arrange(names)

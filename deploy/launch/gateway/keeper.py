@@ -16,7 +16,7 @@ from relayline.deploy.launch.again import OR_BEFORE
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child, started
 from relayline.deploy.launch.gateway.change import AS_BEFORE, OTHERS_SERVE, difference, join_ports, restarting
-from relayline.deploy.launch.gateway.plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
+from relayline.deploy.launch.gateway.plan import GatewayPlan, LocalPipeline, MemberPlan, key_of_running, plan_members
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
@@ -310,8 +310,19 @@ class Keeper:
             await started(child)
             self.board.note_start(child.name, child.pid, detail="")
             with contextlib.suppress(StartError):
-                return await asyncio.shield(child.ready)
+                event = await asyncio.shield(child.ready)
+                await self._show_key(kept.member)
+                return event
         return None
+
+    async def _show_key(self, member: str) -> None:
+        """Have the gateway show a pipeline that serves a key of its own: of its manifest of now, or of before."""
+        try:
+            key = await asyncio.to_thread(key_of_running, self._plan.started, member)
+        except (RelaylineError, OSError) as error:
+            log.warning("%s: %s", member, error)
+        else:
+            self._served.set_key(member, key)
 
     def _serves(self, kept: _Kept, event: dict[str, Any]) -> None:
         child, reason = kept.child, event.get("as_before", "")

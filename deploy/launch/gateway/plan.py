@@ -220,6 +220,14 @@ def _key_of(inner: Manifest) -> str:
     return _read_key(inner.resolve(path)) if path is not None else ""
 
 
+def key_of_running(started: Started, member: str) -> str:
+    """Return an API key of a pipeline that runs for a gateway: it may serve as before its manifest named another file.
+
+    Raises UsageError.
+    """
+    return _key_of(load_manifest(started.state_of(member).manifest))
+
+
 def _read_key(path: Path) -> str:
     try:
         return first_key(path, of_gateway=True)

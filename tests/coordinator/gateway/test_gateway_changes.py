@@ -23,6 +23,8 @@ from tests.support.http_support import Gate, Step, tokens
 
 pytestmark = pytest.mark.usefixtures("quick")
 
+KEY = "0123456789abcdef"
+
 
 def config(pipeline: Pipeline, name: str = "") -> BackendConfig:
     return BackendConfig(name or pipeline.name, pipeline.url)
@@ -104,6 +106,19 @@ async def test_a_pipeline_takes_the_name_of_another(tokenizer: Tokenizer) -> Non
         await whole.forget_leaving("a")
         await served[0].kill()
         assert (await asked(session, "chat"))[:2] == (200, "a")
+
+
+async def test_a_pipeline_is_shown_the_key_that_it_demands_now(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEY)
+    async with (
+        pipelines(tokenizer, "chat", keys=tmp_path / "keys") as served,
+        changing_gateway(served) as (session, whole),
+    ):
+        async with session.get("/v1/pipeline") as answer:
+            assert (await answer.json())["pipelines"][0]["problem"] == "it requires an API key"
+        whole.set_key("gone", KEY)
+        whole.set_key("a", KEY)
+        assert await whole.until_ready("a")
 
 
 async def test_one_that_is_replaced_is_no_unknown_model_meanwhile(tokenizer: Tokenizer) -> None:

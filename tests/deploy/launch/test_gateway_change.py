@@ -253,6 +253,28 @@ async def test_what_serves_as_before_differs_from_its_manifest() -> None:
     keeper.board.set_process.assert_called_with("one", **facts, detail="", is_behind=False)
 
 
+async def test_the_gateway_shows_a_key_of_the_manifest_that_serves(tmp_path: Path) -> None:
+    """A pipeline that could not start with another file of keys serves as before, and knows those of before alone."""
+    keeper: Any = Keeper.__new__(Keeper)
+    keeper.board, keeper._stopping = mock.MagicMock(), asyncio.Event()
+    keeper._plan = SimpleNamespace(started=Started("house", tmp_path / "state"))
+    keeper._served = mock.MagicMock()
+    first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    ready.set_result({"url": "http://h:1", "as_before": "too large"})
+    kept = _Kept("a", mock.MagicMock(start=mock.AsyncMock(), ready=ready), first, at_start=False)
+    assert await keeper._started(kept) == ready.result(), "the manifest that serves is not there"
+    keeper._served.set_key.assert_not_called()
+    (tmp_path / "before").write_text("of-before\n")
+    place = keeper._plan.started.state_of("a").manifest
+    place.parent.mkdir(parents=True)
+    (tmp_path / "inner.yaml").write_text(PIPELINE)
+    serves = override(load_manifest(tmp_path / "inner.yaml"), {"coordinator.apiKeysFile": str(tmp_path / "before")})
+    place.write_text(serves.model_dump_json(by_alias=True, exclude_none=True))
+    assert await keeper._started(kept) == ready.result()
+    keeper._served.set_key.assert_called_once_with("a", "of-before")
+
+
 async def test_a_pipeline_that_dies_starts_as_it_was_if_its_manifest_has_a_mistake_by_then() -> None:
     keeper: Any = Keeper.__new__(Keeper)
     keeper.board, keeper._stopping, keeper._serves = mock.MagicMock(), asyncio.Event(), mock.Mock()

@@ -164,11 +164,11 @@ class Keeper:
         taken = {join for join, _ in ports.values()}
         keep = {each.name: ports.get(each.name, (0, 0)) for each in (*differs.retried, *again)}
         planned = await asyncio.to_thread(plan_members, wanted, started, new, taken, keep)
+        write_gateway(wanted, self._directory.manifest)  # a full disk changes nothing
+        self._plan = plan
         for each in planned:
             if each.local is not None and not self.board.has(each.local.name):
                 self.board.add(_record(each.local))
-        self._plan = plan
-        write_gateway(wanted, self._directory.manifest)
         log.info("the gateway changes: %s", ", ".join(filter(None, (differs.words, _again_words(again)))))
         rolling = [each for each in planned if each.backend.name in self._kept or each.local is None]
         coming = [each for each in planned if each not in rolling]

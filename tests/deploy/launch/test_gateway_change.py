@@ -363,3 +363,18 @@ def test_those_that_sleep_and_requests_that_wait_for_them_are_shown() -> None:
         "a  ready     serves m, 0 running, http://h:1",
         "b  sleeping  serves s, 0 running, 2 waiting, http://h:1",
     ]
+
+
+async def test_a_full_disk_keeps_the_gateway_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = manifest(tmp_path)
+    keeper: Any = Keeper.__new__(Keeper)
+    plan = GatewayPlan(tmp_path, mock.Mock(), (), running, Started("house", tmp_path / "state"))
+    keeper._plan, keeper._directory, keeper._kept = plan, StateDir(tmp_path), {}
+    keeper.board = mock.MagicMock(unlike_manifest=lambda: frozenset())
+    keeper.board.has.return_value = False
+    write_gateway(manifest(tmp_path, RUNNING + "  - {name: c, manifest: b.yaml}\n"), keeper._directory.more)
+    monkeypatch.setattr(keeper_module, "write_gateway", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        await keeper._change(mock.Mock())
+    assert keeper._plan is plan, "the next `up` finds the same difference"
+    keeper.board.add.assert_not_called()

@@ -6,29 +6,21 @@ import asyncio
 import json
 import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-from yarl import URL
 
 from relayline.deploy.cli.apply import applied, found_difference, show_difference
 from relayline.deploy.cli.console_http import fetch
+from relayline.deploy.cli.wanted_behind import wanted_behind
 from relayline.deploy.launch.board import unlike_manifest
-from relayline.deploy.launch.context import with_running_context
 from relayline.deploy.launch.control import Launched, key_of
 from relayline.deploy.launch.gateway.change import AS_BEFORE, OTHERS_SERVE, GatewayDifference, difference
-from relayline.deploy.launch.gateway.plan import own_of_replica
-from relayline.deploy.launch.here import at_home
-from relayline.deploy.launch.lanes import with_usual_lanes
-from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.process_id import send_signal
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import MORE_SIGNAL
 from relayline.deploy.launch.tell import lines_for_hosts
-from relayline.deploy.machine.ports import LOCALHOST
-from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway, write_gateway
-from relayline.deploy.manifest.settings import open_context
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.phase import HostState, Phase
@@ -60,7 +52,7 @@ def applied_gateway(plan: GatewayPlan, directory: StateDir, *, is_dry: bool, as_
         return False  # it starts or ends: the lock says so
     differs = difference(load_gateway(directory.manifest), plan.manifest, unlike_manifest(launched.state))
     _show(plan.name, differs, is_dry=is_dry, as_json=as_json)
-    inner = [(member, *_inner(plan, member)) for member in differs.staying if member.manifest is not None]
+    inner = [(member, *wanted_behind(plan, member)) for member in differs.staying if member.manifest is not None]
     if is_dry:
         replicas = replicas_of(launched, differs)
         for member, to_start, place in inner:
@@ -124,26 +116,6 @@ def replicas_of(launched: Launched, differs: GatewayDifference | None) -> dict[s
                 if member.manifest is not None and member.manifest == other.manifest:
                     found.setdefault(other.name, []).append(member.name)
     return found
-
-
-def _inner(plan: GatewayPlan, member: Member) -> tuple[Launch, StateDir]:
-    """Return a pipeline that runs for the gateway as its manifest wants it now, and its state."""
-    assert member.manifest is not None
-    directory = plan.started.state_of(member.name)
-    state, wanted = directory.load(), load_manifest(member.manifest)
-    changes: dict[str, Any] = {"coordinator.http.tls": None, "coordinator.http.host": LOCALHOST}
-    if state is not None and state.url:
-        changes["coordinator.http.port"] = URL(state.url).port
-    changes |= own_of_replica(wanted, member)
-    if directory.manifest.exists():
-        ports, own = load_manifest(directory.manifest).spec.coordinator, wanted.spec.coordinator
-        changes["coordinator.joinPort"] = own.join_port or ports.join_port
-        changes["coordinator.enrolPort"] = own.enrol_port or ports.enrol_port
-        if relay_port := own.relay_port or ports.relay_port:
-            changes["coordinator.relayPort"] = relay_port
-    manifest = named(at_home(with_usual_lanes(override(wanted, changes))), f"{plan.name}-{member.name}")
-    manifest = with_running_context(manifest, open_context(wanted.spec), directory.path)
-    return Launch(manifest, member.manifest.absolute(), plan.started.log_flags), directory
 
 
 def change(

@@ -47,3 +47,9 @@ def with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[st
         check_cuts(facts, flags.cuts)
         n_layers = facts.n_layers
     return with_stages(manifest, flags, n_layers) if flags.is_set else manifest
+
+
+def with_usual_stages(manifest: Manifest) -> Manifest:
+    """Return the manifest as `relayline up` starts it without stage flags."""
+    flags = with_usual_gpu(manifest, StageFlags())
+    return with_stages(manifest, flags, 0) if flags.is_set else manifest

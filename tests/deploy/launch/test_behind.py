@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from relayline.coordinator.planner.memory import GPU_RESERVE_BYTES_MIN, GpuMemory, StageMemory
-from relayline.deploy.cli.apply_gateway import _inner
+from relayline.deploy.cli import stage_flags
+from relayline.deploy.cli.wanted_behind import wanted_behind
 from relayline.deploy.launch.gateway.pipelines import clashes, pipelines_behind
 from relayline.deploy.launch.gateway.plan import plan_gateway
+from relayline.deploy.launch.gpus import with_usual_gpu
 from relayline.deploy.launch.here import at_home, facing
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
@@ -27,6 +31,7 @@ from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.units import GIB
+from tests.support.launches import launched
 from tests.support.tiny_models import make_tiny
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: {kind}\nmetadata: {{name: {name}}}\nspec:\n"
@@ -94,10 +99,31 @@ def test_a_replica_that_runs_is_compared_with_what_up_starts(house: Write, tmp_p
     gateway = load_gateway(path)
     plan = plan_gateway(gateway, path, "house", tmp_path / "of-house")
     for member, started in zip(gateway.members()[:2], pipelines_behind(gateway), strict=False):
-        compared, _ = _inner(plan, member)
+        compared, _ = wanted_behind(plan, member)
         assert started.manifest is not None
         assert compared.manifest.serving == started.manifest.serving
         assert compared.manifest.stages == started.manifest.stages
+
+
+def test_a_pipeline_that_runs_is_compared_with_what_its_own_up_starts(
+    house: Write, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the projector that `auto` means, and on this machine's GPU, of which the manifest says nothing either."""
+    shutil.copy(model, tmp_path / "own.gguf")
+    (tmp_path / "mmproj-own.gguf").touch()
+    path = house(TWO, "coordinator: {mmproj: auto}")
+    inner = tmp_path / "inner.yaml"
+    inner.write_text(inner.read_text().replace(str(model), "own.gguf").replace("  stages: 2\n", ""))
+    with_gpu = functools.partial(with_usual_gpu, gpus=lambda: [Gpu("CUDA0", "a card", 8 << 30)])
+    monkeypatch.setattr(stage_flags, "with_usual_gpu", with_gpu)
+    gateway = load_gateway(path)
+    plan = plan_gateway(gateway, path, "house", tmp_path / "of-house")
+    compared, _ = wanted_behind(plan, gateway.members()[0])
+    arguments = [each for each in plan.pipelines[0].arguments[1:] if each != "--exit-with-stdin"]
+    own = launched(monkeypatch, *arguments).manifest
+    assert own.serving.mmproj == str(tmp_path / "mmproj-own.gguf")
+    assert [stage.gpu_layers_used for stage in own.stages] == [-1]
+    assert (compared.manifest.serving, compared.manifest.stages) == (own.serving, own.stages)
 
 
 def test_ports_that_two_pipelines_want(house: Write) -> None:

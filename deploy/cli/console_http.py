@@ -48,7 +48,7 @@ def chosen_url(ctx: click.Context, _: click.Parameter, url: str | None) -> str:
         return url
     from relayline.deploy.launch.control import find
 
-    found = find(name, None)
+    found = find(name, None, by_url=True)
     if found is None or not found.is_running:
         if name:
             raise UsageError(f"{name} does not run here; `relayline status` shows what does")
@@ -79,7 +79,8 @@ def names_here(_: click.Context, __: click.Parameter, incomplete: str) -> list[s
     """Return the pipelines of this machine, for a shell that completes a name."""
     from relayline.deploy.launch.control import launched
 
-    return [each.state.name for each in launched(None) if each.state.name.startswith(incomplete)]
+    names = (each.state.name for each in launched(None) if each.state.name.startswith(incomplete))
+    return list(dict.fromkeys(names))
 
 
 def name_argument(command: Command) -> Command:

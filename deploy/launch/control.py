@@ -86,12 +86,13 @@ def name_of(given: str) -> str:
     return given
 
 
-def find(given: str | None, state_dir: Path | None) -> Launched | None:
+def find(given: str | None, state_dir: Path | None, *, by_url: bool = False) -> Launched | None:
     """Return the pipeline that is meant: without a name the one in `state_dir`, or the one that runs; None if there is
-    none. A gateway's pipelines do not count beside it.
+    none. A gateway's pipelines do not count beside it. Of several with one name it is the one that runs, or else the
+    one that ran last.
 
     Raises UsageError for a name that was never launched here or whose state cannot be read, and where several run and
-    none is named.
+    it does not say which one is meant. `by_url`: the command tells them apart by --url, not by --state-dir.
     """
     try:
         name = None if given is None else name_of(given)
@@ -105,20 +106,36 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
     if name is None:
         running = _outermost([pipeline for pipeline in found if pipeline.is_running])
         if len(running) > 1:
-            names = ", ".join(pipeline.state.name for pipeline in running)
+            names = ", ".join(_told_apart(running, by_url=by_url))
             raise UsageError(f"several pipelines run here; name one of {names}")
         return running[0] if running else None
     called_so = [pipeline for pipeline in found if pipeline.state.name == name]
     running = [pipeline for pipeline in called_so if pipeline.is_running]
     if len(running) > 1:
-        places = ", ".join(str(pipeline.directory.path) for pipeline in running)
-        raise UsageError(f"several pipelines named {name!r} run here; name one's --state-dir: {places}")
+        flags = " or ".join(_told_apart(running, by_url=by_url)) + (", not the name" if by_url else "")
+        raise UsageError(f"several pipelines named {name!r} run here; give {flags}")
     if called_so:
-        return (running or called_so)[0]
-    known = ", ".join(pipeline.state.name for pipeline in found) or "none"
+        return running[0] if running else max(called_so, key=lambda pipeline: pipeline.directory.stored_ns)
+    known = ", ".join(dict.fromkeys(pipeline.state.name for pipeline in found)) or "none"
     raise UsageError(
         f"no pipeline {name!r} was launched here (known: {known}); state is kept in {state_dir or state_root()}"
     )
+
+
+def _told_apart(running: list[Launched], *, by_url: bool) -> list[str]:
+    """Return the names of pipelines, and for those that share one the flag that tells them apart."""
+    names = [pipeline.state.name for pipeline in running]
+    return [
+        _flag_of(pipeline, by_url=by_url) if names.count(name) > 1 else name
+        for name, pipeline in zip(names, running, strict=True)
+    ]
+
+
+def _flag_of(pipeline: Launched, *, by_url: bool) -> str:
+    url, path = pipeline.state.shown_url, pipeline.directory.path
+    if not by_url:
+        return f"--state-dir {path}"
+    return f"--url {url}" if url else f"--url of the one in {path}, once it has one"
 
 
 def _begun_with(given: str, found: list[Launched]) -> list[Launched]:

@@ -223,6 +223,14 @@ class StateDir:
             os.fsync(file.fileno())
         partial.replace(self._state)
 
+    @property
+    def stored_ns(self) -> int:
+        """When the state was stored last, on the file system's clock; 0: there is none."""
+        try:
+            return self._state.stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def keys_named(self) -> Path | None:
         """Return the file of API keys of a gateway; None for none, and for a pipeline, whose manifest names it."""
         try:

@@ -99,8 +99,23 @@ def test_of_two_with_one_name_the_one_that_runs_is_meant(tmp_path: Path) -> None
     assert found is not None
     assert found.directory.path == runs.path
     running_here("same", tmp_path / "third")
-    with pytest.raises(UsageError, match=r"several pipelines named 'same' run here; name one's --state-dir: .*third"):
+    flags = [rf"--state-dir {place}" for place in (tmp_path / "other", tmp_path / "third")]
+    one = f"({'|'.join(flags)})"
+    with pytest.raises(UsageError, match=rf"several pipelines named 'same' run here; give {one} or {one}$"):
         find("same", None)
+    with pytest.raises(UsageError, match=rf"several pipelines run here; name one of {one}, {one}$"):
+        find(None, None)
+    with pytest.raises(UsageError, match=r"no pipeline 'other' was launched here \(known: same\)"):
+        find("other", None)
+
+
+def test_of_two_with_one_name_that_have_ended_the_last_one_is_meant(tmp_path: Path) -> None:
+    last = [running_here("same", path, pid=1) for path in (None, tmp_path / "other", tmp_path / "third")][1]
+    for at, directory in enumerate((state_root() / "same", tmp_path / "third", last.path)):
+        os.utime(directory / "state.json", (at, at))
+    found = find("same", None)
+    assert found is not None
+    assert found.directory.path == last.path
 
 
 def test_a_gateway_stands_for_the_pipelines_that_it_started() -> None:
@@ -148,6 +163,10 @@ def test_commands_find_the_coordinator_and_its_key_by_themselves(tmp_path: Path)
     running_here("gone", pid=1)
     with pytest.raises(UsageError, match="gone does not run here"):
         looked_at("--pipeline", "gone")
+    running_here("second", tmp_path / "other", url="http://0.0.0.0:13")
+    told = "several pipelines named 'second' run here; give --url http://127.0.0.1:12 or --url http://127.0.0.1:13, not"
+    with pytest.raises(UsageError, match=told):  # these commands have no --state-dir
+        looked_at("--pipeline", "second")
 
 
 @pytest.mark.parametrize("named", [(), ("--pipeline", "slow")])

@@ -394,7 +394,8 @@ def first_key(path: Path, *, of_gateway: bool = False) -> str:
 def end(pipeline: Launched, timeout_s: float, *, force: bool) -> None:
     """End a pipeline in order and wait for it. Raises StartError if it has not ended within `timeout_s`.
 
-    With `force` it is killed then. Processes left behind by a supervisor that died are ended too.
+    With `force` it is killed then. Processes left behind by a supervisor that died are ended too. Raises StartError
+    also if another supervisor has it: one that starts it just now, or on a machine that shares the directory.
     """
     name, supervisor = pipeline.state.name, pipeline.state.supervisor
     began_s = time.monotonic()
@@ -406,6 +407,9 @@ def end(pipeline: Launched, timeout_s: float, *, force: bool) -> None:
         wait_ended(supervisor, KILL_WAIT_S)
     left = pipeline.directory.load()
     if left is not None and not left.phase.has_ended:
+        if pipeline.directory.is_held():
+            path = pipeline.directory.path
+            raise StartError(f"{name} starts just now, or runs on another machine that shares {path}: end it there")
         end_leftovers(left)
         gone = tuple(
             msgspec.structs.replace(record, state=HostState.STOPPED, pid=0, start_ticks=0) for record in left.processes

@@ -187,6 +187,20 @@ class StateDir:
         finally:
             os.close(handle)
 
+    def is_held(self) -> bool:
+        """Return whether a supervisor holds the lock, also one on another machine that shares the directory."""
+        try:
+            handle = os.open(self._lock, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
     def _running_text(self, name: str) -> str:
         state = self.load()
         since = ""

@@ -271,6 +271,21 @@ def test_leftovers_are_ended_and_strangers_spared(tmp_path: Path) -> None:
     assert end_leftovers(None) == 0
 
 
+def test_what_another_supervisor_has_is_not_noted_as_ended(tmp_path: Path) -> None:
+    """It has just begun to start it, or runs on another machine with the same home: its process is not known here."""
+    directory = StateDir(tmp_path / "small")
+    state = LaunchState(1, "small", "m", "ready", me().pid, me().start_ticks + 1)
+    with directory.locked("small"):
+        directory.store(state)
+        with pytest.raises(StartError, match=f"another machine that shares {directory.path}: end it there"):
+            end(Launched(directory, state), 1.0, force=True)
+        assert directory.load() == state
+    end(Launched(directory, state), 1.0, force=True)
+    ended = directory.load()
+    assert ended is not None
+    assert ended.phase is Phase.STOPPED
+
+
 def test_names_nobody_launched(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no pipeline 'x' was launched here"):
         find("x", tmp_path)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ from relayline.wire.common.files import naming, write_again
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import state_dir
 from relayline.wire.common.texts import not_text
+
+log = logging.getLogger("relayline.up")
 
 STATE_VERSION = 1
 STATE_FILE = "state.json"
@@ -126,13 +129,20 @@ def state_root() -> Path:
 
 
 def register(directory: Path) -> None:
-    """Note a state directory that is not among the others, so that it is found without its path."""
+    """Note a state directory that is not among the others, so that it is found without its path.
+
+    Where that cannot be noted, as in a container whose home is read-only, only its path finds it.
+    """
     root, path = state_root(), directory.absolute()
     if path.parent == root.absolute():
         return
     place = root / ELSEWHERE
-    place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_again(place / hashlib.sha256(os.fsencode(path)).hexdigest()[:ENTRY_CHARS], os.fsencode(path))
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_again(place / hashlib.sha256(os.fsencode(path)).hexdigest()[:ENTRY_CHARS], os.fsencode(path))
+    except OSError as error:
+        log.warning("%s: cannot be written: %s; other commands find this pipeline with --state-dir %s",
+                    place, error.strerror, path)  # fmt: skip
 
 
 def _candidates(root: Path) -> list[Path]:

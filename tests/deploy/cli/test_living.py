@@ -92,6 +92,18 @@ def test_a_pipeline_with_another_state_directory_is_found_until_that_is_gone(tmp
     assert list((state_root() / ELSEWHERE).iterdir()) == [], "the note is stale"
 
 
+def test_a_home_that_cannot_be_written_keeps_no_pipeline_elsewhere_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))  # root, too, can make no directory in it
+    directory = running_here("far", tmp_path / "far")
+    assert f"other commands find this pipeline with --state-dir {directory.path}" in caplog.text
+    found = find("far", directory.path)
+    assert found is not None
+    assert launched(None) == []
+
+
 def test_of_two_with_one_name_the_one_that_runs_is_meant(tmp_path: Path) -> None:
     running_here("same", pid=1)  # the pid lives, and another process has it
     runs = running_here("same", tmp_path / "other")

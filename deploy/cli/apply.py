@@ -110,10 +110,15 @@ def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bo
         changes = {"layers": differs.layers, "others": differs.others}
         differences = {key: [dataclasses.asdict(change) for change in found] for key, found in changes.items()}
         rest = {"added": [stage.name for stage in differs.added], "cuts": differs.cuts, "dry_run": is_dry}
+        rest["unlisted"] = differs.unlisted
         click.echo(json.dumps({"event": "difference", "name": name, **differences, **rest}))
         return
     if not differs.layers and not differs.others and not differs.added:
         click.echo(f"{name} already runs with these settings; nothing to change")
+    for stays in differs.unlisted:
+        click.echo(
+            f"stages[{stays}]: was added while it served, and is not in the manifest: the next start leaves it out"
+        )
     for stage in differs.added:
         part, then = ("spares", "stands by") if stage.name in differs.spares else ("stages", "gets layers")
         click.echo(f"{part}[{stage.name}] on {stage.host}: joins while the pipeline serves, and {then}")

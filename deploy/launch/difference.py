@@ -44,6 +44,8 @@ class Difference:
     """Names of those in `added` that are to be spares."""
     refusal: str = ""
     """Why a change of `others` cannot be made while serving, and what to change instead; empty where that is plain."""
+    unlisted: tuple[str, ...] = ()
+    """Names of stages that were added while it served and are not in the manifest: they stay until the next start."""
 
 
 def difference(
@@ -58,11 +60,12 @@ def difference(
     """Compare the settled manifest of the running pipeline with one that names its model by path.
 
     `cuts`: the present ones. Where `wanted` leaves layers to the planner they stay unchanged. `holders`: the stages
-    that hold layers now, in layer order. `known`: stages that have been added since the start.
+    that hold layers now, in layer order. `known`: stages, also those that have been added since the start.
     """
     old, new = [[stage.name for stage in manifest.members] for manifest in (running, wanted)]
     added = tuple(stage for stage in wanted.members if stage.name not in {*old, *known})
     spares = frozenset(stage.name for stage in added if stage in wanted.spares)
+    unlisted = tuple(name for name in known if name not in {*old, *new})
     stages = Change("stages", ", ".join(old), ", ".join(new))
     if [name for name in new if name in old] != old or (added and _reaches(running) != _reaches(wanted)):
         return Difference((), cuts, (stages,))
@@ -74,9 +77,10 @@ def difference(
         names, fixed_cuts = [stage.name for stage in wanted.stages], wanted.fixed_cuts()
     others = _others(running, wanted)
     if holders is not None and names != list(holders):  # others have taken their places: there is nothing to compare
-        return Difference((), cuts, others, added, spares)
+        return Difference((), cuts, others, added, spares, unlisted=unlisted)
     new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(fixed_cuts, cuts, strict=True))
-    return Difference(_moved(names, cuts, new_cuts, n_layers), new_cuts, others, added, spares)
+    moved = _moved(names, cuts, new_cuts, n_layers)
+    return Difference(moved, new_cuts, others, added, spares, unlisted=unlisted)
 
 
 def _refused_beside_fixed(wanted: Manifest, sharing: Sequence[str]) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from relayline.deploy.cli.apply import show_difference
 from relayline.deploy.launch.difference import Change, Difference, difference
 from relayline.deploy.launch.prepare import override, settled
 from relayline.deploy.manifest import Manifest
@@ -66,7 +69,7 @@ def test_other_stages_are_one_line() -> None:
     assert differs.layers == ()
 
 
-def test_one_more_stage_joins_a_running_pipeline() -> None:
+def test_one_more_stage_joins_a_running_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     running = manifest(named([0, 8], [8, 24]))
     wanted = manifest([*named("auto", "auto"), {"name": "fifth"}], spares=[{"name": "spare"}])
     differs = against(running, wanted, 8)
@@ -82,6 +85,14 @@ def test_one_more_stage_joins_a_running_pipeline() -> None:
     assert (kept.cuts, [change.field for change in kept.layers]) == (
         (8, 20), ["stages[laptop].layers", "stages[old].layers"],
     ), "what joined since the start takes the layers that the manifest fixes"  # fmt: skip
+    left_out = difference(settled(running, Path("/models/m.gguf"), [(0, 8), (8, 24)]), running, (8, 12), N_LAYERS,
+                          holders=["desk", "laptop", "fifth"], known=["desk", "laptop", "fifth"])  # fmt: skip
+    assert left_out == Difference((), (8, 12), (), unlisted=("fifth",)), "it was taken out of the manifest again"
+    show_difference("m", left_out, is_dry=False, as_json=False, restarts="")
+    assert capsys.readouterr().out.splitlines() == [
+        "m already runs with these settings; nothing to change",
+        "stages[fifth]: was added while it served, and is not in the manifest: the next start leaves it out",
+    ]
     gone = against(running, manifest(named("auto")), 8)
     assert gone.others == (Change("stages", "desk, laptop", "desk"),)
     elsewhere = manifest([*named("auto", "auto"), {"name": "fifth", "host": "10.0.0.5"}])

@@ -153,15 +153,20 @@ def _work_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _plan_lines(facts: dict[str, Any]) -> list[str]:
-    """Return how evenly the stages share the work, and the plan if it was made from measurements."""
+    """Return how evenly the stages share the work, and the plan if it was made from what hosts have reported."""
     lines: list[str] = []
     if facts["stages"] and (unequal := unequal_line({"imbalance": facts["imbalance"], "stages": facts["stages"]})):
         lines.append(unequal)
-    if facts["planned"] is not None and facts["planned"].get("from") == "measured":
+    if facts["planned"] is not None and _is_of_hosts(facts["planned"]):
         from relayline.deploy.planning.plan_description import lines_of
 
         lines += lines_of(facts["planned"])
     return lines
+
+
+def _is_of_hosts(planned: dict[str, Any]) -> bool:
+    """Return whether a plan was made from measurements, be it that a host was too busy for one that is kept."""
+    return planned.get("from") == "measured" or any(stage.get("is_doubtful") for stage in planned["stages"])
 
 
 def _process_table(processes: list[dict[str, Any]], width: int | None = None) -> list[str]:

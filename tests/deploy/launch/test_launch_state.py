@@ -576,6 +576,13 @@ def test_status_shows_the_layers_that_run_and_no_plan_of_before(tmp_path: Path, 
     pipeline = find("small", tmp_path / "small")
     assert pipeline is not None
     assert "layers have moved since the start; by measured hosts: stage-0 1.0x" in _status_text(describe(pipeline))
+    guessed = planned(0, 5) | {"from": "estimated"}
+    Answers.answers = {"/v1/pipeline": (200, live | {"planned": guessed})}
+    assert "layers have moved" not in _status_text(describe(pipeline)), "nothing was measured"
+    guessed["stages"][0] |= {"speed_source": "estimated", "is_doubtful": True}
+    text = _status_text(describe(pipeline))
+    assert "layers have moved since the start; by estimates: stage-0 1.0x" in text
+    assert "busy when it was measured: the next start measures it again, its speed is an estimate" in text
 
 
 def test_status_shows_the_stored_prefixes(tmp_path: Path, coordinator: str) -> None:

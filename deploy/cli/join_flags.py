@@ -47,6 +47,7 @@ def serve_split_options(command: Command) -> Command:
     """Add the coordinator's flags of what it serves, and of the files in which it remembers who has which layers."""
     for option in (
         click.option("--fixed", type=Line(), default="", hidden=True),
+        click.option("--beside", type=Line(), default="", hidden=True),  # as `up` has it
         click.option("--settle", type=FileToWrite(), hidden=True),
         click.option(
             "--plan-file",

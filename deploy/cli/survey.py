@@ -14,10 +14,12 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.speed import Sample
 from relayline.deploy.cli.join_flags import coordinator_join, member_event
 from relayline.deploy.cli.options import given_settings, security_from
+from relayline.deploy.launch.context import ALONE
+from relayline.deploy.launch.gateway.beside import read_beside
 from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
-from relayline.deploy.launch.survey import Planned, is_about, moved_plan_record, survey_and_plan
+from relayline.deploy.launch.survey import Neighbours, Planned, is_about, moved_plan_record, survey_and_plan
 from relayline.deploy.manifest.settings import open_context, value_at
 from relayline.deploy.planning.known_hosts import refine_hosts
 from relayline.wire.common.process import run
@@ -63,12 +65,18 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     config = for_each_stage(coordinator_join(given, len(manifest.stages)), manifest, given_settings(given))
     assert config is not None
     security = security_from(given, Role.COORDINATOR)
+    neighbours = Neighbours(
+        (read_beside(given["beside"]) if given["beside"] else None) or ALONE,
+        given["settle"].absolute().parent if given["settle"] is not None else None,
+    )
 
     def on_member(place: Place) -> None:
         announce(member_event(place))
 
     async def main(stopping: asyncio.Event) -> tuple[Planned, dict[str, Any]] | None:
-        return await survey_and_plan(manifest, config, security, given["directory"], on_member, announce, stopping)
+        return await survey_and_plan(
+            manifest, config, security, given["directory"], on_member, announce, stopping, neighbours
+        )
 
     found = run(main)
     if found is None:

@@ -86,6 +86,7 @@ def _launch(
         is_again,
         or_before=given["or_before"],
         is_behind=bool(given["change"]),
+        beside=given["beside"],
     )
 
 

@@ -19,12 +19,13 @@ def arrange(
     source: Path,
     settled: Path,
     log_flags: tuple[str, ...] = (),
-    split_flags: tuple[str, ...] = (),
+    more_flags: tuple[str, ...] = (),
     fixed: tuple[str, ...] = (),
 ) -> LaunchPlan:
     """Return the launch plan of a settled manifest at the path `settled`; `source` is the user's own name for it.
 
-    `split_flags` tell the coordinator of a split that is not in the cache. `fixed`: stages whose layers the user gave.
+    `more_flags`: of the coordinator, as for a split elsewhere than in the cache. `fixed`: stages whose layers the user
+    gave.
     """
     http = manifest.spec.coordinator.http
     tokens = settled.parent / JOIN_DIR
@@ -34,7 +35,7 @@ def arrange(
         serve_arguments=(
             *("--manifest", str(settled), "--keep-layers", str(settled.parent / LAYERS_FILE)),
             *("--plan-file", str(settled.parent / PLAN_FILE), "--settle", str(settled)),
-            *split_flags,
+            *more_flags,
             *(("--fixed", ",".join(fixed)) if fixed else ()),
             *log_flags,
         ),

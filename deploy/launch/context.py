@@ -56,14 +56,28 @@ def with_usual_context(
     try:
         if not ends_first and (running := _of_running(manifest.name, state_dir)) is not None:
             return _with(manifest, opened, running)
-        # Neighbours that serve hold what they need already: it would count twice if only free memory counted.
-        is_running = ends_first or (bool(beside.others) and _has_neighbours(state_dir))
-        weights = _weights_of(beside, is_running=is_running)
-        return with_fitting_context(
-            manifest, path, opened, is_running=is_running, others=weights, n_others_most=beside.n_most
-        )
+        return with_context_beside(manifest, path, opened, beside, state_dir, ends_first=ends_first)
     except RelaylineError:
         return manifest
+
+
+def with_context_beside(
+    manifest: Manifest,
+    model: Path,
+    opened: Collection[Setting],
+    beside: Beside,
+    state_dir: Path | None = None,
+    known: Mapping[str, KnownHost] | None = None,
+    *,
+    ends_first: bool = False,
+) -> Manifest:
+    """As `with_fitting_context`, beside the other pipelines of a gateway. Raises as that, also for their models."""
+    # Neighbours that serve hold what they need already: it would count twice if only free memory counted.
+    is_running = ends_first or (bool(beside.others) and _has_neighbours(state_dir))
+    weights = _weights_of(beside, is_running=is_running)
+    return with_fitting_context(
+        manifest, model, opened, known, is_running=is_running, others=weights, n_others_most=beside.n_most
+    )
 
 
 def _has_neighbours(state_dir: Path | None) -> bool:

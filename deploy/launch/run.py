@@ -68,6 +68,8 @@ class Launch:
     """Whether a start that fails starts what served before."""
     is_behind: bool = False
     """Whether a gateway runs it, which may start another process in its place: that one finds what served before."""
+    beside: str = ""
+    """The other pipelines of its gateway, as `gateway.plan.beside_text` says it."""
 
     @property
     def split(self) -> Split | None:
@@ -167,9 +169,11 @@ def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
         split_dir = pipeline_dir if split_dir is not None else None
         mend = mender(model, pipeline_dir, ready.prepared.file)
         keep_plan(ready.manifest, model, directory.plan)
-    split_flags = ("--pipeline", str(split_dir.absolute())) if split_dir is not None else ()
+    more_flags: tuple[str, ...] = ("--pipeline", str(split_dir.absolute())) if split_dir is not None else ()
+    if ready.prepared is None and to_start.beside:
+        more_flags += ("--beside", to_start.beside)
     fixed = tuple(stage.name for stage in to_start.manifest.stages if stage.layer_range is not None)
-    plan = arrange(ready.manifest, to_start.source, directory.manifest, to_start.log_flags, split_flags, fixed)
+    plan = arrange(ready.manifest, to_start.source, directory.manifest, to_start.log_flags, more_flags, fixed)
     return plan, mend
 
 

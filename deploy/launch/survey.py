@@ -8,6 +8,7 @@ at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.split import HollowSlice, hollow_slices
-from relayline.deploy.launch.context import with_fitting_context
+from relayline.deploy.launch.context import ALONE, Beside, with_context_beside, with_fitting_context
 from relayline.deploy.launch.prepare import settled
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.models.split_apart import split_apart
@@ -57,6 +58,16 @@ class Planned:
     join: str
     """Where stages join (host:port), which stays the same."""
     enrol: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The pipelines that may share the hosts."""
+
+    beside: Beside = ALONE
+    """Those of the same gateway."""
+    state_dir: Path | None = None
+    """Of the pipeline itself; theirs lie next to it."""
 
 
 def unknown_hosts(manifest: Manifest, model: Path) -> list[str]:
@@ -111,6 +122,7 @@ async def survey_and_plan(
     on_member: OnMember,
     tell: Tell,
     stopping: asyncio.Event,
+    neighbours: Neighbours,
 ) -> tuple[Planned, dict[str, Any]] | None:
     """Wait for the hosts, plan from their measurements, split the model.
 
@@ -137,7 +149,7 @@ async def survey_and_plan(
             complete.cancel()
             if stop.done():
                 return None
-            plan = asyncio.ensure_future(asyncio.to_thread(_plan, manifest, model, dict(survey.reports)))
+            plan = asyncio.ensure_future(asyncio.to_thread(_plan, manifest, model, dict(survey.reports), neighbours))
             await first_of(plan, stop)
             if stop.done():
                 return None
@@ -159,18 +171,27 @@ async def survey_and_plan(
 
 
 def _plan(
-    manifest: Manifest, model: Path, reports: dict[str, HostReport]
+    manifest: Manifest, model: Path, reports: dict[str, HostReport], neighbours: Neighbours
 ) -> tuple[Manifest, tuple[int, ...], dict[str, Any]]:
     """Keep the hosts' reports and plan from them; returns the manifest with a context, the cuts, their description."""
     known: dict[str, KnownHost] = known_hosts(manifest, model)
     # A host with a known speed has reported only today's link and memory.
     fresh = [report for name, report in reports.items() if report.samples or name not in known]
     known |= remember_hosts(manifest, model, fresh)
-    manifest = with_fitting_context(manifest, model, open_context(manifest.spec), known)
+    manifest = _with_context(manifest, model, known, neighbours)
     facts: ModelFacts = inspect_model(model)
     instance = instance_of(manifest, facts, known=known)
     best = best_for(instance)
     return manifest, tuple(start for start, _ in best.edges[1:]), describe_plan(instance, best.edges, known)
+
+
+def _with_context(manifest: Manifest, model: Path, known: dict[str, KnownHost], neighbours: Neighbours) -> Manifest:
+    """Return the manifest with the context that hosts have memory for, if it leaves it open."""
+    opened = open_context(manifest.spec)
+    if opened and neighbours.beside.others:
+        with contextlib.suppress(RelaylineError):  # of a model that one of them cannot read, which its own start says
+            return with_context_beside(manifest, model, opened, neighbours.beside, neighbours.state_dir, known)
+    return with_fitting_context(manifest, model, opened, known)
 
 
 async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tell: Tell) -> Path:

@@ -11,17 +11,22 @@ from click.testing import CliRunner
 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.deploy.cli.main import relayline
-from relayline.deploy.launch import context
+from relayline.deploy.launch import context, run
 from relayline.deploy.launch.context import Beside, with_usual_context
 from relayline.deploy.launch.gateway.beside import beside_in, read_beside
 from relayline.deploy.launch.gateway.pipelines import pipelines_behind
 from relayline.deploy.launch.gateway.plan import Started, plan_members
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
+from relayline.deploy.launch.run import Launch, Ready, plan_of
+from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.survey import Neighbours
+from relayline.deploy.launch.survey import _with_context as with_context_of_survey
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.planning.inputs import memory_of
+from relayline.deploy.planning.known_hosts import KnownHost
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.units import GIB
 from tests.support.tiny_models import make_tiny
@@ -130,6 +135,35 @@ def test_replicas_elsewhere_take_nothing_here(house: Path, monkeypatch: pytest.M
     found = {each.name: each.manifest for each in pipelines_behind(load_gateway(written(house, of_b=f", {REPLICA}")))}
     assert list(found) == ["a", "b", "b-2"]
     assert started(house, "a") == before[0]
+
+
+def test_a_survey_leaves_the_others_their_share_of_a_host(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a host has is known once it has joined; before, `up` could not choose."""
+    has_bytes = int(2.6 * needed_bytes(house, "a", (32, LENGTH)))
+    for name in ("a", "b"):
+        path = house.parent / f"{name}.yaml"
+        path.write_text(path.read_text().replace("stages: 1", "stages: [{name: far, host: 10.255.0.1}]"))
+    manifest = load_manifest(house.parent / "a.yaml")
+    model = house.parent / "a.gguf"
+    local = plan_members(gateway := load_gateway(house), Started("house", house), gateway.members())[0].local
+    assert local is not None
+    directory = StateDir(house.parent / "state-of-a")
+    told = local.arguments[local.arguments.index("--beside") + 1]
+    monkeypatch.setattr(run, "ready_to_start", lambda *_: Ready(manifest, None))
+    directory.path.mkdir()
+    plan, _ = plan_of(Launch(manifest, house, beside=told), directory)
+    beside = read_beside(plan.serve_arguments[plan.serve_arguments.index("--beside") + 1])
+    assert beside is not None
+    known = {"far": KnownHost(1, "far", "10.255.0.1", "a.gguf", 0.0, n_cores=4, memory_bytes=has_bytes)}
+    alone, shared = (
+        with_context_of_survey(manifest, model, known, neighbours).engine
+        for neighbours in (Neighbours(), Neighbours(beside, house.parent / "none"))
+    )
+    assert (alone.n_lanes, alone.ctx_tokens) == (32, LENGTH)
+    assert 0 < shared.n_lanes * shared.ctx_tokens < 32 * LENGTH
+    (house.parent / "b.gguf").write_bytes(b"not a model")
+    own_mistake = with_context_of_survey(manifest, model, known, Neighbours(beside, house.parent / "none")).engine
+    assert own_mistake == alone, "b cannot start, and says why itself"
 
 
 def test_who_is_beside_is_told_as_it_is_planned(house: Path) -> None:

@@ -7,14 +7,18 @@ started here.
 from __future__ import annotations
 
 import concurrent.futures
+import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 
 from relayline.deploy.machine.addresses import addresses_of, is_this_machine
 from relayline.deploy.manifest import Manifest, is_local
+from relayline.wire.links.security import is_loopback
 
 LOOKUP_S = 5.0  # for all names together; a name that is not found by then is another host's
 _ANYWHERE = ("192.0.2.1", 9)  # no host has it (RFC 5737); the way there is the way out of this machine
+
+_OF_KIND = {4: ("192.0.2.1", "127.0.0.1"), 6: ("2001:db8::1", "::1")}  # such a host (RFC 3849), and this machine alone
 
 IsHere = Callable[[str], bool]
 Facing = Callable[[str], str]
@@ -35,6 +39,27 @@ def facing(host: str) -> str:
                 continue
             return str(probe.getsockname()[0])
     return ""
+
+
+def reached_by(listens: str, host: str, way: Facing = facing) -> str:
+    """Return where clients reach what listens on every interface: at `host`, this machine's, if they can.
+
+    0.0.0.0 is every address of IPv4 alone, :: of IPv6. If `host` is an address of the other kind, it is this machine's
+    own address of the right kind.
+    """
+    kind, other = _kind(listens), _kind(host)
+    if not (kind and other) or kind == other:
+        return host
+    somewhere, loopback = _OF_KIND[kind]
+    return loopback if is_loopback(host) else way(somewhere) or loopback
+
+
+def _kind(host: str) -> int:
+    """Return 4 or 6 for an address, 0 for a name."""
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        return 0
 
 
 def at_home(manifest: Manifest, is_here: IsHere = is_this_machine, way: Facing = facing) -> Manifest:

@@ -18,6 +18,7 @@ from typing import Any
 
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child, started
+from relayline.deploy.launch.here import reached_by
 from relayline.deploy.launch.invitations import has_joined, invite
 from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
@@ -263,7 +264,8 @@ class Supervisor:
     def _reachable_url(self, url: str) -> str:
         """Return the URL to connect to for one that listens, empty for none."""
         scheme, _, address = url.partition("://")
-        return f"{scheme}://{reached_at(address, self.plan.advertised_host)}" if address else ""
+        host = reached_by(host_of(address), self.plan.advertised_host)
+        return f"{scheme}://{reached_at(address, host)}" if address else ""
 
     def _on_event(self, event: dict[str, Any]) -> None:
         """Take the coordinator's report of itself and its stages."""

@@ -51,8 +51,9 @@ def _ready_line(event: dict[str, Any]) -> str:
     """Return where clients connect and what to try; with stages on other hosts also whether they can from there."""
     reached, note = event.get("clients"), ""
     if reached is not None and not reached:
-        port = event["url"].rpartition(":")[2]
-        note = f" (only for this machine; `--http 0.0.0.0:{port}` lets other hosts in)"
+        listens, port = host_of(event["url"].partition("//")[2]), event["url"].rpartition(":")[2]
+        every = "[::]" if listens == "0.0.0.0" else "0.0.0.0"  # of the other kind, if it is one already
+        note = f" (only for this machine; `--http {every}:{port}` lets other hosts in)"
     address = _address(event)
     if reached is None and address != event["url"]:
         note = " (also at the other addresses of this machine)"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,11 +17,11 @@ from click.testing import CliRunner
 from relayline.deploy.cli import drain
 from relayline.deploy.cli.control import _status_text
 from relayline.deploy.cli.invite import invite_command
-from relayline.deploy.launch import control
+from relayline.deploy.launch import control, supervisor
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.certificates import CA_KEY_FILE
 from relayline.deploy.launch.control import Launched, describe
-from relayline.deploy.launch.here import at_home, facing
+from relayline.deploy.launch.here import at_home, facing, reached_by
 from relayline.deploy.launch.invitations import SigningAuthority, has_joined, invite, invited_host
 from relayline.deploy.launch.inviting import authority_of, fresh_line
 from relayline.deploy.launch.own_tls import make_own_tls
@@ -97,6 +99,34 @@ def test_addresses_of_this_machine_are_known_by_the_kernel() -> None:
     assert not is_this_machine("192.0.2.1"), "an address that no host has"
     assert not is_this_machine("no-such-host.invalid")
     assert facing("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("listens", "host", "shown"),
+    [
+        ("0.0.0.0:8080", "10.0.0.1", "10.0.0.1:8080"),
+        ("0.0.0.0:8080", "desk.test", "desk.test:8080"),
+        ("[::]:8080", "2001:db8::7", "[2001:db8::7]:8080"),
+        ("0.0.0.0:8080", "2001:db8::7", "10.0.0.9:8080"),
+        ("[::]:8080", "10.0.0.1", "[2001:db8::9]:8080"),
+        ("[::]:8080", "127.0.0.1", "[::1]:8080"),
+        ("10.0.0.1:8080", "2001:db8::7", "10.0.0.1:8080"),
+    ],
+)
+def test_the_shown_url_is_of_the_kind_of_address_that_is_listened_on(
+    listens: str, host: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.0.0.0 is IPv4 alone and :: IPv6 alone, whatever `coordinator.host` is, where stages find this machine."""
+    own = {"192.0.2.1": "10.0.0.9", "2001:db8::1": "2001:db8::9"}
+    monkeypatch.setattr(supervisor, "reached_by", functools.partial(reached_by, way=own.__getitem__))
+    one: Any = SimpleNamespace(plan=SimpleNamespace(advertised_host=host))
+    assert supervisor.Supervisor._reachable_url(one, f"https://{listens}") == f"https://{shown}"
+
+
+def test_without_a_network_of_that_kind_the_url_is_of_this_machine_alone() -> None:
+    assert reached_by("0.0.0.0", "2001:db8::7", lambda _: "") == "127.0.0.1"
+    ready = {"event": "ready", "url": "http://0.0.0.0:8080", "clients": "", "model": "m"}
+    assert "`--http [::]:8080` lets other hosts in" in line_of(ready, as_json=False)
 
 
 # --- the lines ------------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_commands_find_the_coordinator_and_its_key_by_themselves(tmp_path: Path)
     assert looked_at("--pipeline", "second") == "http://127.0.0.1:12"
     with pytest.raises(UsageError, match="several pipelines run here; name one of first, second"):
         looked_at()
-    with pytest.raises(UsageError, match="not both"):
+    with pytest.raises(UsageError, match="give only one of --url and --pipeline"):
         looked_at("--pipeline", "second", "--url", "http://box:1")
     running_here("gone", pid=1)
     with pytest.raises(UsageError, match="gone does not run here"):

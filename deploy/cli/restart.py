@@ -115,7 +115,7 @@ async def _until_ready(launched: Launched, *, as_json: bool) -> LaunchState:
         if not is_ordered and state.phase is Phase.READY:
             return state
         now = ""
-        if reason:
+        if reason and directory.before.exists():  # else it is about to end, as `down` has told it to
             now = "the new start failed; it starts as it was before"
         elif is_ordered and state.phase is Phase.DRAINING:
             now = "running requests end first"

@@ -475,6 +475,7 @@ async def test_a_command_waits_until_it_serves_as_before(world: World, capsys: p
     board, directory = world.board("chat"), StateDir(world.root / "chat")
     board.set_phase(Phase.FAILED)
     refuse(directory.restart, "too large")
+    directory.before.touch()
     (found,) = launched(directory.path)
     assert found.phase is Phase.STARTING
     waiting = asyncio.ensure_future(_until_ready(found, as_json=False))
@@ -486,6 +487,20 @@ async def test_a_command_waits_until_it_serves_as_before(world: World, capsys: p
     board.set_phase(Phase.READY)
     with pytest.raises(StartError, match="chat serves as before, because it could not start again: too large"):
         await waiting
+
+
+async def test_one_that_is_ended_meanwhile_is_not_said_to_have_failed(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board, directory = world.board("chat"), StateDir(world.root / "chat")
+    board.set_phase(Phase.STOPPED)
+    refuse(directory.restart, "it was told to end meanwhile")
+    (found,) = launched(directory.path)
+    waiting = asyncio.ensure_future(_until_ready(found, as_json=False))
+    await pause()
+    assert capsys.readouterr().err == "", "its process ends in a moment, and then that is said"
+    assert not waiting.done()
+    waiting.cancel()
 
 
 def test_what_is_about_to_start_again_is_not_called_stopped(world: World) -> None:

@@ -212,13 +212,15 @@ class StateDir:
         return False
 
     def _running_text(self, name: str) -> str:
-        state = self.load()
-        since = ""
-        if state is not None and is_running(state.supervisor):
-            since = f" (pid {state.supervisor_pid}, for {age_s(state.supervisor):.0f} s)"
+        state, another = self.load(), "start another one with `relayline up --name`"
+        if state is None or not is_running(state.supervisor):
+            return (
+                f"{name} is being started by another `relayline up`, or runs on another machine that shares "
+                f"{self.path}; wait for it, or {another}"
+            )
         return (
-            f"{name} is already running{since}; see `relayline status {name}`, end it with `relayline down {name}`, "
-            f"or start another one with `relayline up --name`"
+            f"{name} is already running (pid {state.supervisor_pid}, for {age_s(state.supervisor):.0f} s); see "
+            f"`relayline status {name}`, end it with `relayline down {name}`, or {another}"
         )
 
     def load(self) -> LaunchState | None:

@@ -177,7 +177,7 @@ def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(StartError, match="already running"), StateDir(tmp_path).locked("small"):
+        with pytest.raises(StartError, match="is being started by another"), StateDir(tmp_path).locked("small"):
             raise AssertionError("a second one got in")
         holder.kill()
     with StateDir(tmp_path).locked("small"):
@@ -280,6 +280,15 @@ def test_what_another_supervisor_has_is_not_noted_as_ended(tmp_path: Path) -> No
         with pytest.raises(StartError, match=f"another machine that shares {directory.path}: end it there"):
             end(Launched(directory, state), 1.0, force=True)
         assert directory.load() == state
+        told = (
+            f"small is being started by another `relayline up`, or runs on another machine that shares {directory.path}"
+        )
+        with pytest.raises(StartError, match=told), directory.locked("small"):
+            pass
+        directory.store(LaunchState(1, "small", "m", "ready", me().pid, me().start_ticks))
+        with pytest.raises(StartError, match=f"small is already running .pid {os.getpid()}"), directory.locked("small"):
+            pass
+        directory.store(state)
     end(Launched(directory, state), 1.0, force=True)
     ended = directory.load()
     assert ended is not None

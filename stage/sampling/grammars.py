@@ -77,6 +77,13 @@ class Grammars:
                 self._reading.popitem(last=False)
         return found
 
+    def forget(self, vocabulary: LLTokenizer) -> None:
+        """Its engine ends: no session asks for its grammars any more, each of which would keep all of it in memory."""
+        gone, kept = id(vocabulary), collections.OrderedDict
+        with self._lock:
+            self._ready = kept((key, known) for key, known in self._ready.items() if key[0] != gone)
+            self._reading = kept((key, known) for key, known in self._reading.items() if key[0] != gone)
+
     def _submit(self, make: Callable[..., LLMatcher], *arguments: Any) -> Future[LLMatcher]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(N_THREADS, "grammar")

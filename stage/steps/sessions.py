@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.constraint import begin
+from relayline.stage.sampling.grammars import grammars
 from relayline.stage.sampling.penalties import biases_of
 from relayline.stage.sampling.pooling import Pool
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
@@ -236,6 +237,11 @@ class Sessions:
             self.states.copies.cancel(lane.index)
             self._engine.clear(lane.index)
         self._forget_marks(key)
+
+    def forget_grammars(self) -> None:
+        """The engine ends: what its grammars keep in memory goes."""
+        if self._vocabulary is not None:
+            grammars.forget(self._vocabulary)
 
     def _forget_marks(self, key: tuple[int, int]) -> None:
         if sampler := self.samplers.pop(key, None):

@@ -228,6 +228,7 @@ class StepExecutor:
         """Give every session's lane and sampler back, then the engine's memory."""
         for route_id in list(self.routes):
             self.reset_route(route_id, None)
+        self.sessions.forget_grammars()
         self.sessions.states.close()
         self.sessions.handing.close()
         self._close_engine()

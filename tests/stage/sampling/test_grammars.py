@@ -15,9 +15,11 @@ from relayline.coordinator.text.grammar_worker import Bytes
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.constraint import Constraint, begin
 from relayline.stage.sampling.grammars import Grammars, Holds
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.step import StepExecutor
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.fakes import control, rows_frame
+from tests.support.fakes import CTX, FakeEngine, control, rows_frame
 
 LAST = Flag.PREFILL | Flag.WANTS_SAMPLE
 GRAMMAR = pb.SessionOptions(grammar="slow")
@@ -127,6 +129,21 @@ def test_so_many_are_kept_ready(vocabulary: LLTokenizer, made: list[str], monkey
         grammars.ready(vocabulary, f'start: "{text}"').result()
     assert len(made) == 4
     assert len(grammars._ready) == 2
+
+
+def test_an_engine_that_ends_takes_its_grammars_along(vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them keeps the vocabulary of its engine in memory: of one that sleeps, or whose layers have moved."""
+    grammars = Grammars()
+    for module in ("sampling.constraint", "steps.sessions"):
+        monkeypatch.setattr(f"relayline.stage.{module}.grammars", grammars)
+    others = LLTokenizer(TokenizerWrapper(Bytes()))
+    executor = StepExecutor(FakeEngine(is_last=True), LaneTable(4, CTX), 1, None, vocabulary=vocabulary)
+    for each in (vocabulary, others):
+        begin(each, "start: /a*/").result()
+        begin(each, "start: /a*/", [97]).result()
+    assert (len(grammars._ready), len(grammars._reading)) == (2, 2)
+    executor.close()
+    assert [*{known for known, *_ in (*grammars._ready, *grammars._reading)}] == [id(others)]
 
 
 class Reader:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 RING_REQUESTS_MAX = 512  # requests that the ring remembers; with their chunks and events some 2 MB
+# Choices of these together: a body of embeddings has as many. A short one takes 2 kB, one of thousands of tokens 20 kB.
+RING_STREAMS_MAX = 2_048
 CHUNKS_MAX = 256  # prefill chunks of one session that are remembered; later ones are only counted
 EVENTS_MAX = 64  # pauses, resumptions and replays of one session that are remembered
 PASSES_MAX = 128  # traces of passes that a phase of a session links to, the latest; about two minutes of them
@@ -283,8 +285,8 @@ class RequestRecord:
 class RequestLog:
     """The latest requests, found by any of their ids."""
 
-    def __init__(self, requests_max: int = RING_REQUESTS_MAX) -> None:
-        self._requests_max = requests_max
+    def __init__(self, requests_max: int = RING_REQUESTS_MAX, streams_max: int = RING_STREAMS_MAX) -> None:
+        self._requests_max, self._streams_max = requests_max, streams_max
         self._records: collections.deque[RequestRecord] = collections.deque()
 
     def __len__(self) -> int:
@@ -294,10 +296,24 @@ class RequestLog:
         return iter(self._records)
 
     def add(self, record: RequestRecord) -> None:
-        """Remember a request; the oldest is forgotten when the ring is full."""
+        """Remember a request; the oldest is forgotten when the ring is full. Where the choices of all are too many, the
+        oldest go that have ended: admission bounds those that run.
+        """
         if len(self._records) >= self._requests_max:
             self._records.popleft()
+        n_surplus = sum([len(each.streams) for each in self._records]) - self._streams_max
+        if n_surplus > 0:
+            self._forget_ended(n_surplus)
         self._records.append(record)
+
+    def _forget_ended(self, n_streams: int) -> None:
+        kept: collections.deque[RequestRecord] = collections.deque()
+        for record in self._records:
+            if n_streams > 0 and record.ended_ns:
+                n_streams -= len(record.streams)
+            else:
+                kept.append(record)
+        self._records = kept
 
     def find(self, wanted: str) -> RequestRecord | None:
         """Return the latest request with this x-request-id, completion id, or id of one of its choices."""

@@ -34,6 +34,20 @@ def test_the_ring_forgets_the_oldest() -> None:
     assert log.find("r2") is records[2]
 
 
+def test_requests_of_many_choices_leave_no_more_than_so_many() -> None:
+    """A body of embeddings has 2,048: of 512 such requests there would be a million, some gigabytes."""
+    log, running = RequestLog(streams_max=8), record_of("running")
+    log.add(running)
+    for index in range(5):
+        wide = record_of(f"r{index}", ended_ns=9)
+        wide.streams *= 3
+        log.add(wide)
+    assert [record.request_id for record in log] == ["running", "r2", "r3", "r4"], "what runs can be cancelled"
+    log.add(record_of("last"))
+    assert sum(len(record.streams) for record in log) == 8
+    assert log.find("r2") is None
+
+
 def test_every_id_of_a_request_finds_it() -> None:
     log = RequestLog()
     first, again = record_of("same"), record_of("same")

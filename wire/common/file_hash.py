@@ -76,7 +76,17 @@ def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
         sha256=sha256,
     )
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time at the next start, nothing else
-        write_again(_stamp_path(path), msgspec.json.encode(stamp))
+        stamp_path = _stamp_path(path)
+        write_again(stamp_path, msgspec.json.encode(stamp))
+        _forget_old(stamp_path.parent)
+
+
+def _forget_old(directory: Path) -> None:
+    """Remove the stamps that do not count any more: of files that have gone, nobody else would. Raises OSError."""
+    with os.scandir(directory) as found:
+        for entry in found:
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime > REMEMBERED_S:
+                Path(entry.path).unlink(missing_ok=True)
 
 
 def note_sha256(path: Path, sha256: str) -> None:

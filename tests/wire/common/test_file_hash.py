@@ -53,6 +53,24 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_stamps_that_do_not_count_any_more_are_removed(tmp_path: Path, cache: Path) -> None:
+    """Every move of layers makes files with names of their own, and removes others."""
+    then_s = time.time() - REMEMBERED_S - 60
+    for at in range(3):
+        path = tmp_path / f"stage-{at}.gguf"
+        path.write_bytes(b"GGUF")
+        sha256_of(path)
+        path.unlink()
+    stamps = sorted((cache / "verified").iterdir())
+    for stamp in stamps[:2]:
+        os.utime(stamp, (then_s, then_s))
+    (tmp_path / "new.gguf").write_bytes(b"GGUF")
+    sha256_of(tmp_path / "new.gguf")
+    left = {*(cache / "verified").iterdir()}
+    assert len(left) == 2
+    assert stamps[2] in left, "the file may be the same again"
+
+
 def test_a_file_that_looks_the_same_is_not_read_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = sha256_of(file)
     monkeypatch.setattr(file_hash, "_hash", lambda *_: pytest.fail("read again"))

@@ -21,6 +21,7 @@ from relayline.wire.common.versions import version_of
 
 DEATHS_MAX = 3  # of one artifact, in a row; then it is refused
 FORGOTTEN_S = 15 * 60.0
+_TRIES = 3  # to make a note
 
 
 @contextlib.contextmanager
@@ -46,6 +47,8 @@ def attempt(artifact: Path) -> Iterator[None]:
         if handle is not None:
             note.unlink(missing_ok=True)
             os.close(handle)
+            with contextlib.suppress(OSError):  # it has other notes
+                directory.rmdir()
 
 
 def _directory(artifact: Path) -> Path:
@@ -72,10 +75,14 @@ def _dead(directory: Path) -> list[Path]:
 
 def _hold(note: Path) -> int | None:
     """Make a note and lock it. Returns None if the cache can't be written; that does not prevent loading."""
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:
-        return None
-    return handle
+    for _ in range(_TRIES):
+        with contextlib.suppress(OSError):  # another load may have removed the directory just now
+            note.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError:
+                os.close(handle)
+                raise
+            return handle
+    return None

@@ -53,6 +53,17 @@ def test_the_fourth_load_of_an_artifact_that_crashed_three_processes_is_refused(
         pass
 
 
+def test_loads_that_went_well_leave_nothing(artifact: Path, tmp_path: Path) -> None:
+    """Each move of layers loads another file."""
+    with attempt(artifact), attempt(artifact):
+        notes = [*(tmp_path / "cache" / "relayline" / "loads").glob("*/*")]
+    assert len(notes) == 2
+    die_of(artifact)
+    with attempt(artifact):
+        pass
+    assert [*(tmp_path / "cache" / "relayline" / "loads").iterdir()] == []
+
+
 def test_another_file_of_the_name_is_another_matter(artifact: Path) -> None:
     for _ in range(DEATHS_MAX):
         die_of(artifact)

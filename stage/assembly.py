@@ -128,7 +128,9 @@ def _assembled(
         close=close,
         padding=Padding(curves, settings.n_lanes, engine.max_wanted, enabled=pads),
         vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
-        states=LaneStates(engine, engine.saved, open_tier(settings, artifact, keeps_window=keeps_window)),
+        states=LaneStates(
+            engine, engine.saved, open_tier(settings, artifact, keeps_window=keeps_window, name=config.name)
+        ),
         predictor=engine.rewinds.predictor,
     )
     return facts, executor

@@ -23,17 +23,19 @@ HELD_LANES = 2  # sequences of an engine besides its lanes
 _DIRECTORY = "prefixes"  # below relayline's cache
 
 
-def open_tier(settings: EngineSettings, artifact: StageArtifact, *, keeps_window: bool = False) -> Tier | None:
+def open_tier(
+    settings: EngineSettings, artifact: StageArtifact, *, keeps_window: bool = False, name: str = ""
+) -> Tier | None:
     """Return the tier, or None if the settings ask for none. A disk that cannot be used is reported in one line and
-    left out. keeps_window: as of `stage.engine.kv_cache.Attention`.
+    left out. keeps_window: as of `stage.engine.kv_cache.Attention`. name: the stage's, whatever layers it has.
     """
     disk = None
     if settings.prefix_disk_bytes:
         directory = expanded(settings.prefix_disk_dir) if settings.prefix_disk_dir else cache_dir() / _DIRECTORY
         try:
-            disk = TierDisk(
-                directory, identity_of(settings, artifact, keeps_window=keeps_window), settings.prefix_disk_bytes
-            )
+            identity = identity_of(settings, artifact, keeps_window=keeps_window)
+            owner = f"{artifact.source_sha256}\n{name or f'stage-{artifact.stage_index}'}"
+            disk = TierDisk(directory, identity, settings.prefix_disk_bytes, owner)
         except BlockingIOError:
             log.warning("another stage uses %s for its prefix cache; this one keeps prefixes only in memory", directory)
         except OSError as error:

@@ -3,14 +3,14 @@
 A file's name is its key; it begins with a head that states its length and hash, and has a hash of its own. So a cut or
 changed file is detected when it is read, reported in one line, and removed. Files are written under another name and
 renamed, without waiting for the disk. Damage from a power cut is detected in the same way. A coordinator's note on a
-state lies beside it; who reads it checks it.
+state lies beside it; who reads it checks it. What the stage's engines before have left counts against the same bound,
+see `stage.engine.tier_left`.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from relayline.stage.engine.tier_left import Left, hold, let_go
 from relayline.stage.engine.tier_notes import TierNotes
 from relayline.wire.common.bounds import NOTE_BYTES_MAX, STORED_STATES_MAX, STORED_WRITES_MAX
 
@@ -34,28 +35,21 @@ _SUM = struct.Struct("<Q")  # xxh3-64 of these: a stage tells of the tokens befo
 _HEAD_BYTES = _FACTS.size + _SUM.size
 _MAGIC = b"rlstate2"
 _SUFFIX, _NOTE_SUFFIX = ".state", ".note"
-_LOCK = "lock"
 State = npt.NDArray[np.uint8]
 
 
 class TierDisk:
     """The files of one engine."""
 
-    def __init__(self, directory: Path, identity: str, bytes_max: int) -> None:
+    def __init__(self, directory: Path, identity: str, bytes_max: int, owner: str = "") -> None:
         """Open the directory, with the files of engines of this identity.
 
         Raises OSError where the directory cannot be used. `identity` names everything that a state depends on: model,
-        layers, types. BlockingIOError: another process has it.
+        layers, types. `owner`: the stage that all its engines are of. BlockingIOError: another process has it.
         """
         self._bytes_max = bytes_max
         self._directory = directory / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock_file = os.open(self._directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock_file)
-            raise
+        self._lock_file = hold(self._directory, owner)
         self._lock = threading.Lock()
         self._files: collections.OrderedDict[int, tuple[int, int]] = collections.OrderedDict()  # key -> tokens, bytes
         self._writing: set[int] = set()
@@ -68,8 +62,10 @@ class TierDisk:
         self.n_bytes = 0
         try:
             self._take_up()
+            self._left = Left(self._directory, owner)
+            self._left.make_room(bytes_max - self.n_bytes)  # from here on of the writer's thread
         except BaseException:
-            os.close(self._lock_file)
+            let_go(self._lock_file)
             raise
         self._writer = ThreadPoolExecutor(1, "tier-write")
         self._reader = ThreadPoolExecutor(1, "tier-read")
@@ -152,6 +148,7 @@ class TierDisk:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(facts + _SUM.pack(xxhash.xxh3_64_intdigest(facts)))
                 file.write(state.data)
+            self._left.make_room(self._bytes_max - self.n_bytes - _HEAD_BYTES - state.nbytes)
             with self._lock:
                 partial.replace(self._path(key))
                 self._drop_known(key)
@@ -240,7 +237,7 @@ class TierDisk:
         """Wait for unfinished writes, at most STORED_WRITES_MAX states, and release the directory."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
-        os.close(self._lock_file)
+        let_go(self._lock_file)
 
 
 def _read_head(head: bytes) -> tuple[int, int, int, int] | None:

@@ -21,7 +21,7 @@ from relayline.wire.common.bounds import NOTE_BYTES_MAX, NOTES_BYTES_MAX, STORED
 from relayline.wire.settings.table import EngineSettings
 
 ARTIFACT: Any = SimpleNamespace(
-    long_rope=None, source_sha256="0" * 64, architecture="llama", layer_start=0, layer_end=4
+    long_rope=None, source_sha256="0" * 64, architecture="llama", stage_index=0, layer_start=0, layer_end=4
 )
 
 

@@ -12,6 +12,7 @@ import array
 import asyncio
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -164,11 +165,13 @@ class Holds:
             return
         frames: list[QueuedFrame] = []
         self._held[key] = frames
-        loop = asyncio.get_running_loop()
+        loop, releases = asyncio.get_running_loop(), [functools.partial(self._release, frames)]
 
         def is_ready(_future: Future[LLMatcher]) -> None:
+            # The future is kept with its grammar, and keeps this: it must not keep frames, with their route and links.
+            release = releases.pop()
             with contextlib.suppress(RuntimeError):  # the stage has ended in the meantime
-                loop.call_soon_threadsafe(self._release, frames)
+                loop.call_soon_threadsafe(release)
 
         future.add_done_callback(is_ready)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -92,6 +94,19 @@ async def test_a_second_open_comes_behind_the_waiting_frames(world: World) -> No
     assert world.holds.sift([again]) == []
     await world.ready()
     assert world.pushed == [last, close, again]
+
+
+async def test_a_grammar_that_is_kept_keeps_no_frames_that_waited_for_it(world: World) -> None:
+    """They hold their envelope, and its route with all links of an epoch that may have ended."""
+    last = rows_frame(1, 0, 2, LAST)
+    waited = weakref.ref(last.payload)
+    world.holds.sift([control(1, Flag.OPEN, options=GRAMMAR), last])
+    await world.ready()
+    assert world.pushed == [last]
+    world.pushed.clear()
+    del last
+    gc.collect()
+    assert waited() is None
 
 
 @pytest.fixture(scope="module")

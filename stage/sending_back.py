@@ -113,7 +113,10 @@ class SendingBack:
         await link.send(buffer, write_back(buffer, granted, self._epoch, self._sequence, time.monotonic_ns()))
 
     async def close(self) -> None:
-        """Stop sending and close the link."""
+        """Stop sending, close the link, and forget it: its route knows this sender, and this sender its route. Until
+        the garbage collector found both, gRPC would keep the connection.
+        """
         await end_task(self._task)
-        if self._link is not None:
-            await self._link.close()
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -33,7 +35,7 @@ class World:
 
     def __init__(self, refusal: RelaylineError | None = None, error: Exception | None = None) -> None:
         self.refusal = refusal
-        self.link = mock.Mock(pool=BufferPool(DTYPE_TOKENS, 1), send=mock.AsyncMock(side_effect=error))
+        self.link: Any = mock.Mock(pool=BufferPool(DTYPE_TOKENS, 1), send=mock.AsyncMock(side_effect=error))
         self.link.close = mock.AsyncMock()
         self.n_tries = self.n_opened = 0
         self.lost: list[RelaylineError] = []
@@ -75,6 +77,31 @@ async def test_a_stage_0_that_takes_no_link_costs_the_epoch_nothing(monkeypatch:
     assert not world.sender._waiting
     assert (world.n_tries, world.n_opened, world.lost) == (OPEN_TRIES_MAX, 0, [])
     await world.sender.close()
+
+
+class Link:
+    """One that only counts its ends."""
+
+    n_closed = 0
+
+    async def close(self) -> None:
+        self.n_closed += 1
+
+
+async def test_a_link_that_was_closed_is_kept_by_nobody() -> None:
+    """Or its connection would stay until the collector of cycles looks, which an idle stage never lets it do."""
+    gc.disable()
+    try:
+        world = World()
+        world.link, sender = Link(), world.sender
+        await world.settle()
+        gone = weakref.ref(world.link)
+        await sender.close()
+        assert world.link.n_closed == 1
+        del world.link
+        assert (gone(), sender.is_open) == (None, False)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("error", [GONE, ValueError("a bug")])

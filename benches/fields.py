@@ -64,7 +64,7 @@ RULES = (
     Rule("/completion", "logit_bias|ignore_eos", r"/logit_bias: \d theirs, 0 ours", "texts become tokens later"),
     Rule("/completion", "json_schema", r"/generation_settings/grammar", "another language of grammars"),
     Rule("/completion", '"json_schema": {}', "", "{} allows any value; llama-server has an object of it"),
-    Rule("/completion", r'"samplers": \[("top_k")?\]', "", "sampled at temperature 1: draws are our own"),
+    Rule("/completion", r'"samplers": \[("top_k"(, "infill")?)?\]', "", "sampled at temperature 1: draws are our own"),
     Rule("/completion", '"samplers"', _REFUSED, "another order, and unknown ones, are refused"),
     Rule("/completion", '"(seed|typical_p|xtc_probability|mirostat)"', r"/content", "draws are our own"),
     Rule("/completion", "mirostat", r"", "draws are our own"),

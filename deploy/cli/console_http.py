@@ -54,7 +54,9 @@ def chosen_url(ctx: click.Context, _: click.Parameter, url: str | None) -> str:
             raise UsageError(f"{name} does not run here; `relayline status` shows what does")
         return DEFAULT_URL
     if not found.state.url:
-        raise StartError(f"{found.state.name} is still starting; `relayline status` shows what it waits for")
+        from relayline.deploy.launch.state import still_starting
+
+        raise StartError(still_starting(found.state.name))
     ctx.meta[_FOUND] = found
     return found.state.url
 

@@ -28,7 +28,13 @@ def invite_command(stage: str, pipeline: str | None, host: str, state_dir: Path 
     """
     from relayline.deploy.cli.drain import is_known, let_join
     from relayline.deploy.launch.control import find
-    from relayline.deploy.launch.inviting import check_is_pipeline, check_shares, for_a_while, fresh_line
+    from relayline.deploy.launch.inviting import (
+        check_host,
+        check_is_pipeline,
+        check_shares,
+        for_a_while,
+        fresh_line,
+    )
 
     if is_spare and not host:
         raise UsageError("--spare is for a new stage; give its address too: --host ADDRESS")
@@ -36,10 +42,11 @@ def invite_command(stage: str, pipeline: str | None, host: str, state_dir: Path 
     if found is None:
         raise UsageError("no pipeline runs here; `relayline up MANIFEST` starts one and prints the line of each host")
     check_is_pipeline(found)
-    if host and not is_spare and found.state.url and not is_known(found, stage):
+    is_new = bool(host) and check_host(found, stage, host)
+    if is_new and not is_spare and not is_known(found, stage):
         check_shares(found, stage)
-    line, short = fresh_line(found, stage, host)
-    if host:
+    line, short = fresh_line(found, stage, host)  # the one before no longer works: nothing may be refused after this
+    if is_new:
         let_join(found, stage, is_spare=is_spare)
     click.echo(line)
     click.echo(for_a_while(short), err=True)  # stdout has the one line that works anywhere

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayline.deploy.launch.invitations import can_sign, invite, invited_host, open_invitation
+from relayline.deploy.launch.state import still_starting
 from relayline.deploy.launch.target import MANIFEST_SUFFIXES
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import is_gateway
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import RelaylineError, UsageError
+from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.links.join_code import code_line
 
 if TYPE_CHECKING:
@@ -117,6 +118,24 @@ def open_line(launched: Launched, name: str, now: datetime.datetime) -> OpenLine
     line = join_line(address, found.token, is_relayed=found.is_relayed)
     short = code_line(found.code, address, is_announced=manifest.serving.announce)
     return OpenLine(line, short, int(found.expires.timestamp()))
+
+
+def check_host(launched: Launched, name: str, host: str) -> bool:
+    """Return whether a stage that is invited from `host` is none of the manifest's.
+
+    Raises UsageError for a stage that the manifest has on another host: it would get a line for that one. Raises
+    StartError for a new stage of a pipeline that has no API yet, which lets it join.
+    """
+    manifest = load_manifest(launched.directory.manifest)
+    stage = next((stage for stage in manifest.members if stage.name == name), None)
+    if stage is not None and not stage.is_local and stage.host != host:
+        raise UsageError(
+            f"the manifest has {name} on {stage.host}; leave out --host, or change the manifest and run "
+            f"`relayline restart {launched.state.name}`"
+        )
+    if stage is None and not launched.state.url:
+        raise StartError(still_starting(launched.state.name))
+    return stage is None
 
 
 def check_shares(launched: Launched, name: str) -> None:

@@ -269,6 +269,11 @@ class StateDir:
         return self.logs / f"{process}.log"
 
 
+def still_starting(name: str) -> str:
+    """Return what to say where a pipeline is asked whose API does not listen yet."""
+    return f"{name} is still starting; `relayline status` shows what it waits for"
+
+
 def url_to_show(url: str, reached: str) -> str:
     """Return the URL to connect to: `reached` if that is known, for one of every interface is none."""
     return reached or url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

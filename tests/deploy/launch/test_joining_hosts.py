@@ -22,7 +22,14 @@ from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.certificates import CA_KEY_FILE
 from relayline.deploy.launch.control import Launched, describe
 from relayline.deploy.launch.here import at_home, facing, reached_by
-from relayline.deploy.launch.invitations import SigningAuthority, has_joined, invite, invited_host
+from relayline.deploy.launch.invitations import (
+    CODES_FILE,
+    FILE,
+    SigningAuthority,
+    has_joined,
+    invite,
+    invited_host,
+)
 from relayline.deploy.launch.inviting import authority_of, fresh_line
 from relayline.deploy.launch.own_tls import make_own_tls
 from relayline.deploy.launch.prepare import override
@@ -32,7 +39,7 @@ from relayline.deploy.launch.tell import line_of
 from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting
 from relayline.deploy.machine.addresses import addresses_of, is_this_machine
 from relayline.deploy.manifest import Manifest, parse_manifest
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.links.enrolment import read_token
 
@@ -270,8 +277,8 @@ def invited(monkeypatch: pytest.MonkeyPatch, four: Launched, *arguments: str, kn
     monkeypatch.setattr(drain, "is_known", lambda launched, name: known)
     monkeypatch.setattr(drain, "let_join", lambda launched, name, is_spare: done.append(f"{name} spare={is_spare}"))
     result = CliRunner().invoke(invite_command, arguments)
-    if isinstance(result.exception, UsageError):
-        return 2, result.exception.message
+    if isinstance(result.exception, RelaylineError):
+        return 2 if isinstance(result.exception, UsageError) else 1, result.exception.message
     return result.exit_code, " ".join([*done, result.output])
 
 
@@ -299,6 +306,27 @@ def test_layers_that_a_manifest_fixes_are_not_shared_anew_by_an_invitation(
     assert invited(monkeypatch, free, "more", "--host", "10.0.0.8")[0] == 0
     code, text = invited(monkeypatch, four, "later", "--spare")
     assert (code, text) == (2, "--spare is for a new stage; give its address too: --host ADDRESS")
+
+
+def test_an_invitation_that_is_refused_leaves_the_line_before_it_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a pipeline starts nobody new can join, and a stage of the manifest is where the manifest says."""
+    four = launched_four(tmp_path)
+    fresh_line(four, "old")
+    files = [tmp_path / "tls" / name for name in (FILE, CODES_FILE)]
+    before = [file.read_bytes() for file in files]
+    code, text = invited(monkeypatch, four, "later", "--host", "10.0.0.7")
+    assert (code, text) == (1, "four is still starting; `relayline status` shows what it waits for")
+    (old,) = (stage for stage in manifest_of(tmp_path, "host: 10.0.0.9").stages if stage.name == "old")
+    code, text = invited(monkeypatch, four, "old", "--host", "10.0.0.7")
+    assert (code, text) == (
+        2,
+        f"the manifest has old on {old.host}; leave out --host, or change the manifest and run `relayline restart four`",
+    )
+    assert [file.read_bytes() for file in files] == before
+    code, text = invited(monkeypatch, four, "old", "--host", old.host)
+    assert (code, text.split()[:2]) == (0, ["relayline", "join"]), "it has its place in the manifest"
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

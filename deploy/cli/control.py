@@ -68,14 +68,22 @@ def status_command(ctx: click.Context, name: str | None, as_json: bool, state_di
 
 
 def _nothing_here() -> str:
-    """Return what `status` says where `up` has started nothing: also of which pipelines this host is a stage."""
+    """Return what `status` says where nothing runs that `up` has started: also what ended without being ended, as when
+    the machine starts anew, and of which pipelines this host is a stage.
+    """
+    from relayline.deploy.launch.control import ended_unexpectedly
     from relayline.stage.joining.enrol import memberships
 
+    dead = [
+        f"{each.state.name} ended unexpectedly; `relayline up` starts it again (it was {each.state.manifest})"
+        for each in ended_unexpectedly()
+    ]
     joined = dict.fromkeys(
         f"this host has joined the pipeline at {one.file.enrol} as {one.file.name}; its state: `relayline status` there"
         for one in memberships(joined_dir())
     )
-    return "\n".join(["nothing runs here that `relayline up` started", *joined] if joined else ["nothing runs here"])
+    head = "nothing runs here that `relayline up` started" if joined else "nothing runs here"
+    return "\n".join([head, *dead, *joined])
 
 
 def _prefixes_line(facts: dict[str, int]) -> str:
@@ -107,7 +115,8 @@ def _status_text(facts: dict[str, Any], width: int | None = None) -> str:
 def _joining_lines(pipeline: str, entry: dict[str, Any]) -> list[str]:
     """Return what to run so that a stage of another host joins. The line of one that was added later is not kept."""
     words = entry["command"].split()
-    if entry["state"] == HostState.LOST and words[:2] == ["relayline", "join"]:  # its host has its certificate
+    has_joined = entry["state"] == HostState.LOST and not entry["revoked"]
+    if has_joined and words[:2] == ["relayline", "join"]:  # its host has its certificate
         again = f"relayline join {words[2]} --name {entry['name']}"
         return [f"on {entry['host']}, unless it still runs there, run:", f"  {again}"]
     if words:
@@ -116,6 +125,8 @@ def _joining_lines(pipeline: str, entry: dict[str, Any]) -> list[str]:
         short = [f"  {for_a_while(entry['short'], entry['short_until_unix_s'])}"] if entry["short"] else []
         return [f"on {entry['host']}, run:", f"  {entry['command']}", *short]
     fresh = f"relayline invite {entry['name']} --pipeline {pipeline}"
+    if entry["revoked"]:
+        return [f"on {entry['host']}, run the line that this prints:", f"  {fresh}"]
     return [f"on {entry['host']}, run the line that `up` printed for {entry['name']}; a new one:", f"  {fresh}"]
 
 

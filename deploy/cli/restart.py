@@ -49,7 +49,7 @@ def restart_command(name: str | None, pipelines: tuple[str, ...], as_json: bool,
 
     launched = find(name, state_dir)
     if launched is None:
-        raise UsageError("nothing runs here")
+        raise UsageError("nothing runs here; `relayline up` starts a pipeline")
     if not launched.is_running:
         raise UsageError(f"{launched.state.name} does not run here; `relayline up` starts it")
     if is_gateway(launched.directory.manifest):

@@ -266,6 +266,16 @@ def revoked_serials(directory: Path) -> frozenset[int]:
     return read_crl(path.read_bytes(), directory / CA_FILE, str(path))[1] if path.exists() else frozenset()
 
 
+def is_shut_out(directory: Path, stage: str, now: datetime.datetime) -> bool:
+    """Return whether a stage has had credentials of the CA in `directory`, and all that last are revoked.
+
+    Raises UsageError.
+    """
+    authority_ends = read_certificate(directory / CA_FILE).not_valid_after_utc
+    records = [one for one in _records(directory, authority_ends) if one.ends > now and one.identity.name == stage]
+    return bool(records) and revoked_serials(directory).issuperset(record.serial for record in records)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Record:
     serial: int

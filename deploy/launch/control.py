@@ -158,6 +158,11 @@ def _outermost(running: list[Launched]) -> list[Launched]:
     return [each for each in running if each.state.name not in behind]
 
 
+def ended_unexpectedly() -> list[Launched]:
+    """Return the pipelines of this machine that no supervisor runs, though none of them was ended."""
+    return _outermost([pipeline for pipeline in launched(None) if pipeline.phase is Phase.DEAD])
+
+
 def describe(pipeline: Launched) -> dict[str, Any]:
     """Return what `relayline status --json` prints of one pipeline. Times in seconds.
 
@@ -213,16 +218,20 @@ def _with_host(pipeline: Launched, record: ProcessRecord) -> ProcessRecord:
 
 
 def _joining(pipeline: Launched, record: ProcessRecord, *, is_supervised: bool) -> dict[str, Any]:
-    """Return the newest join line of a stage that is awaited, and its short form, while that is good."""
-    none = {"short": "", "short_until_unix_s": None}
+    """Return the newest join line of a stage that is awaited, and its short form, while that is good.
+
+    `revoked`: only such a line lets its host join again.
+    """
+    none = {"short": "", "short_until_unix_s": None, "revoked": False}
     if not is_supervised or record.host == "localhost" or record.state not in (HostState.WAITING, HostState.LOST):
         return none
-    from relayline.deploy.launch.inviting import open_line
+    from relayline.deploy.launch.inviting import has_lost_credentials, open_line
 
+    none["revoked"] = is_revoked = has_lost_credentials(pipeline, record.name)
     found = open_line(pipeline, record.name, datetime.datetime.now(datetime.UTC))
     if found is None:
-        return none
-    return {"command": found.line, "short": found.short, "short_until_unix_s": found.expires_unix_s}
+        return none | {"command": ""} if is_revoked else none
+    return none | {"command": found.line, "short": found.short, "short_until_unix_s": found.expires_unix_s}
 
 
 def _prefixes(live: dict[str, Any]) -> dict[str, int] | None:

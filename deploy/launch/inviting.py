@@ -7,6 +7,7 @@ import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relayline.deploy.launch.certificates import is_shut_out
 from relayline.deploy.launch.invitations import can_sign, invite, invited_host, open_invitation
 from relayline.deploy.launch.state import still_starting
 from relayline.deploy.launch.target import MANIFEST_SUFFIXES
@@ -39,6 +40,15 @@ def added_host(launched: Launched, name: str) -> str:
     except RelaylineError:
         return ""
     return invited_host(authority, name) if authority is not None else ""
+
+
+def has_lost_credentials(launched: Launched, name: str) -> bool:
+    """Return whether a stage's credentials are revoked, so that its host needs a new line."""
+    try:
+        authority = authority_of(load_manifest(launched.directory.manifest))
+        return authority is not None and is_shut_out(authority, name, datetime.datetime.now(datetime.UTC))
+    except RelaylineError:
+        return False
 
 
 def join_line(address: str, token: str, *, is_relayed: bool = False) -> str:

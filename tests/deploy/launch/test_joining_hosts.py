@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import re
@@ -19,7 +20,7 @@ from relayline.deploy.cli.control import _status_text
 from relayline.deploy.cli.invite import invite_command
 from relayline.deploy.launch import control, supervisor
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.certificates import CA_KEY_FILE
+from relayline.deploy.launch.certificates import CA_KEY_FILE, issue, revoke
 from relayline.deploy.launch.control import Launched, describe
 from relayline.deploy.launch.here import at_home, facing, reached_by
 from relayline.deploy.launch.invitations import (
@@ -42,6 +43,7 @@ from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.links.enrolment import read_token
+from relayline.wire.links.roles import Role
 
 GB = 1_000_000_000
 
@@ -237,6 +239,26 @@ def test_status_names_the_host_of_a_stage_that_was_added_while_serving_and_what_
     assert text.endswith(again), "its host has a certificate: no token"
 
 
+def test_status_gives_a_host_whose_credential_is_revoked_a_new_line(tmp_path: Path) -> None:
+    """What it joined with before is refused."""
+    lost = ProcessRecord("old", "stage", "10.0.0.3", HostState.LOST, command="relayline join 10.0.0.9:50049 TOKEN")
+    four, tls = launched_four(tmp_path, lost), tmp_path / "tls"
+    now = datetime.datetime.now(datetime.UTC)
+
+    def issued() -> str:
+        issue(tls, "10.0.0.3", (), 9, tmp_path / "issued", now, role=Role.STAGE, stage="old")
+        return _status_text(describe(four))
+
+    again = "  on 10.0.0.3, unless it still runs there, run:\n    relayline join 10.0.0.9:50049 --name old"
+    assert issued().endswith(again)
+    revoke(tls, lambda identity: identity.name == "old", now)
+    text = _status_text(describe(four))
+    assert text.endswith("  on 10.0.0.3, run the line that this prints:\n    relayline invite old --pipeline four")
+    fresh_line(four, "old")
+    assert "  on 10.0.0.3, run:\n    relayline join 10.0.0.9:50049 old." in _status_text(describe(four))
+    assert issued().endswith(again), "it has used the new line"
+
+
 def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:
     directory, state = (four := launched_four(tmp_path)).directory, four.state
     line, short = fresh_line(Launched(directory, state), "old")
@@ -322,7 +344,8 @@ def test_an_invitation_that_is_refused_leaves_the_line_before_it_as_it_is(
     code, text = invited(monkeypatch, four, "old", "--host", "10.0.0.7")
     assert (code, text) == (
         2,
-        f"the manifest has old on {old.host}; leave out --host, or change the manifest and run `relayline restart four`",
+        f"the manifest has old on {old.host}; leave out --host, or change the manifest and run "
+        "`relayline restart four`",
     )
     assert [file.read_bytes() for file in files] == before
     code, text = invited(monkeypatch, four, "old", "--host", old.host)

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from relayline.deploy.cli.control import down_command
+from relayline.deploy.cli.control import down_command, status_command
 from relayline.deploy.cli.restart import _until_ready, restart_command
 from relayline.deploy.launch.again import (
     REASON_BYTES_MAX,
@@ -512,8 +512,26 @@ def test_what_is_about_to_start_again_is_not_called_stopped(world: World) -> Non
     assert found.phase is Phase.STARTING
 
 
+def test_after_a_reboot_status_names_what_ran_until_it_is_ended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.deploy.cli.control.joined_dir", lambda: world.root / "no-host")
+    for name, phase in (("chat", Phase.READY), ("old", Phase.STOPPED)):
+        world.board(name).set_phase(phase)
+        directory = StateDir(world.root / name)
+        state = directory.load()
+        assert state is not None
+        directory.store(msgspec.structs.replace(state, supervisor_start_ticks=state.supervisor_start_ticks - 1))
+
+    def status() -> list[str]:
+        return CliRunner().invoke(status_command, []).output.splitlines()
+
+    again = "chat ended unexpectedly; `relayline up` starts it again (it was /nowhere/m.yaml)"
+    assert status() == ["nothing runs here", again]
+    assert CliRunner().invoke(down_command, ["chat"]).output == "chat was not running\n"
+    assert status() == ["nothing runs here"]
+
+
 def test_a_pipeline_that_cannot_start_again_says_what_to_do(world: World) -> None:
-    assert refused(world.restart()) == "nothing runs here"
+    assert refused(world.restart()) == "nothing runs here; `relayline up` starts a pipeline"
     board = world.board("chat")
     by_hand = "run `relayline down chat`, then `relayline up` again"
     assert refused(world.restart("chat")) == f"chat was started by an older relayline, or not by `up`; {by_hand}"

@@ -112,7 +112,11 @@ async def serving(
             else:
                 await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            raise StartError(f"cannot serve metrics on {address_of(host, port)}: {error.strerror or error}") from error
+            reason = error.strerror or str(error)
+            raise StartError(
+                f"cannot serve metrics on {address_of(host, port)}: {reason}; take another port "
+                "(--metrics HOST:PORT, or the stage's metricsPort in the manifest)"
+            ) from error
         yield host, door.sockets[0].getsockname()[1] if door is not None else runner.addresses[0][1]
     finally:
         if door is not None:

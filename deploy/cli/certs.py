@@ -22,10 +22,13 @@ DIRECTORY = Directory()
 def certs_command() -> None:
     """Make, show and revoke the credentials that keep a pipeline's links private.
 
-    Run `init` once, on a machine that you trust. There, run `issue` for every process with its role: coordinator, one
-    named stage, or monitor (reads metrics). Copy to each process its own directory and start it with --tls DIRECTORY
-    (or, for plaintext links, with --token-file DIRECTORY/token). The CA's key (ca-key.pem) never leaves the machine
-    where it was made.
+    `relayline up` makes those of its pipelines itself, in $XDG_STATE_HOME/relayline/NAME/tls: name that directory to
+    show or revoke them.
+
+    For others run `init` once, on a machine that you trust. There, run `issue` for every process with its role:
+    coordinator, one named stage, or monitor (reads metrics). Copy to each process its own directory and start it with
+    --tls DIRECTORY (or, for plaintext links, with --token-file DIRECTORY/token). The CA's key (ca-key.pem) never leaves
+    the machine where it was made.
     """
 
 

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from relayline.deploy.launch.state import state_root
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.files import replaced, write_file
 from relayline.wire.links import role_tokens
@@ -371,7 +372,10 @@ def _copy_lists(directory: Path, out: Path) -> None:
 def _load_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     path = directory / CA_KEY_FILE
     if not path.exists():
-        raise UsageError(f"{path} is missing, so the CA is not here; `relayline certs init {directory}` makes one")
+        raise UsageError(
+            f"{path} is missing, so the CA is not here; that of `relayline up` is in {state_root() / 'NAME' / 'tls'}, "
+            f"and `relayline certs init {directory}` makes another one"
+        )
     cert = read_certificate(directory / CA_FILE)
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)

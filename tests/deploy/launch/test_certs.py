@@ -83,6 +83,15 @@ def test_init_overwrites_nothing(ca: Path):
         init_authority(ca, "small", NOW)
 
 
+def test_who_revokes_without_the_ca_is_told_where_that_of_up_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    there = re.escape(str(tmp_path / "state" / "relayline" / "NAME" / "tls"))
+    with pytest.raises(UsageError, match=f"the CA is not here; that of `relayline up` is in {there}, and"):
+        revoke(tmp_path / "pki", lambda identity: True, NOW)
+
+
 def test_issue_again_renews_and_keeps_to_its_ca(ca: Path, tmp_path: Path):
     first = issue(ca, "box1", [], 10, ca / "box1", NOW, role=Role.COORDINATOR)
     second = issue(ca, "box1", [], 20, ca / "box1", NOW, role=Role.COORDINATOR)

@@ -184,14 +184,14 @@ export function planView() {
     const lines = [];
     const isHereAlone = /^(127\.|localhost:|\[::1\])/.test(feed.facts.join || "");
     invite.update(waiting);
-    if (feed.facts.invites) lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}.` : "Every stage has joined."), invite.element);
+    if (feed.facts.invites) lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}.` : "No stage is awaited."), invite.element);
     else if (feed.facts.enrol) {
-      const soft = waiting.length ? `Waiting for: ${waiting.join(", ")}. On the machine that started the pipeline, this prints its line:` : "Every stage has joined. On the machine that started the pipeline, this prints the line of one more:";
+      const soft = waiting.length ? `Waiting for: ${waiting.join(", ")}. On the machine that started the pipeline, this prints its line:` : "No stage is awaited. On the machine that started the pipeline, this prints the line of one more:";
       lines.push(h("p.soft", null, soft), codeBlock(waiting.length ? waiting.map((name) => `relayline invite ${name}`).join("\n") : "relayline invite NAME --host ADDRESS"));
     } else if (isHereAlone) lines.push(h("p.soft", null, "Stages join on this machine alone. For others, name their stages in a manifest. The last of these commands prints the line for each machine:"), codeBlock("relayline init --model MODEL.gguf --hosts THIS-HOST,OTHER-HOST\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
     else if (join) {
       const names = waiting.length ? waiting : ["NAME"];
-      lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}. On that machine:` : "Every stage has joined. To move a stage to another machine, end it and run there:"));
+      lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}. On that machine:` : "No stage is awaited. To move a stage to another machine, end it and run there:"));
       for (const name of names) lines.push(codeBlock(`relayline stage --join ${join} --name ${name} --tls DIRECTORY`));
       lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA:"));
       lines.push(codeBlock(`relayline certs issue CA-DIRECTORY HOST --stage ${names[0]}`));

@@ -174,7 +174,10 @@ class Asking:
         message = _message_of(found)
         trouble = trouble_of(status, may_retry=headers.get("x-should-retry") != "false")
         if trouble is Trouble.REFUSED:
-            raise StartError(f"{self._url} answered {status}{f' ({message})' if message else ''}; the API key is wrong")
+            raise StartError(
+                f"{self._url} answered {status}{f' ({message})' if message else ''}; give it the right API key with "
+                "--api-key, --api-key-file or in RELAYLINE_API_KEY"
+            )
         if found is None:  # of a proxy, most often
             text = f"the server answered {status}, and no JSON"
             outcome = Outcome(asked.custom_id, error_code="no_json", error_message=text)

@@ -26,7 +26,7 @@ from relayline.deploy.launch.trust import pinned, refused
 from relayline.deploy.launch.waiting import fetched_text, waits_text
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
-from relayline.wire.common.texts import file_error_text
+from relayline.wire.common.texts import file_error_text, system_reason
 
 ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for the running state; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
@@ -362,7 +362,9 @@ def _asked(state: LaunchState, path: str, headers: dict[str, str]) -> tuple[int,
             return error.code, _json(error.read(ANSWER_BYTES_MAX)), ""
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        return 0, None, refused(reason) if isinstance(reason, ssl.SSLCertVerificationError) else str(reason)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return 0, None, refused(reason)
+        return 0, None, (isinstance(reason, OSError) and system_reason(reason)) or str(reason)
 
 
 def _json(raw: bytes) -> Any:

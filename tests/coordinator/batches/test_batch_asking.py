@@ -172,7 +172,7 @@ async def test_a_request_that_fails_is_kept_as_an_error(reply: Reply, n_attempts
 
 async def test_a_refused_key_ends_the_run_and_fails_nothing() -> None:
     async with served({"a": [status(401)]}) as server:
-        with pytest.raises(StartError, match=r"answered 401 \(no\); the API key is wrong"):
+        with pytest.raises(StartError, match=r"answered 401 \(no\); give it the right API key with --api-key"):
             await run(server, "a", "b", n_streams=1)
 
 

@@ -39,6 +39,7 @@ from relayline.deploy.launch.state import NOT_SEEN, STATE_VERSION, LaunchState, 
 from relayline.deploy.launch.tell import line_of
 from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting
 from relayline.deploy.machine.addresses import addresses_of, is_this_machine
+from relayline.deploy.machine.ports import free_port
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.common.phase import HostState, Phase
@@ -237,6 +238,12 @@ def test_status_names_the_host_of_a_stage_that_was_added_while_serving_and_what_
     assert "  on 10.0.0.2, run:\n    relayline join X Y" in text
     again = "  on 10.0.0.3, unless it still runs there, run:\n    relayline join 10.0.0.9:50049 --name old"
     assert text.endswith(again), "its host has a certificate: no token"
+
+
+def test_status_says_why_there_is_no_answer_without_a_number(tmp_path: Path) -> None:
+    four = launched_four(tmp_path)
+    away = Launched(four.directory, msgspec.structs.replace(four.state, url=f"http://127.0.0.1:{free_port()}"))
+    assert describe(away)["problem"] == "the coordinator does not answer: Connection refused"
 
 
 def test_status_gives_a_host_whose_credential_is_revoked_a_new_line(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ async def serve_changing(
     if config.engine.reflection:
         listener.add_reflection(rpc.SERVICE, HEALTH_SERVICE)
     try:
-        port = listener.add_port(config.host, config.port)
+        port = listener.add_port(config.host, config.port, "--listen HOST:PORT")
         async with metrics(config, served, listener.guard.revocations) as served.metrics_address:
             await server.start()
             for name in ("", rpc.SERVICE):

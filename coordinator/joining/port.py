@@ -77,7 +77,7 @@ async def _served(
     if config.reflection:
         listener.add_reflection(SERVICE)
     try:
-        port = listener.add_port(config.host, config.port)
+        port = listener.add_port(config.host, config.port, "--join-listen (in a manifest: coordinator.joinPort)")
         await listener.server.start()
         address = address_of(config.host, port)
         async with (

@@ -75,7 +75,7 @@ async def _serve(start: Start, stopping: asyncio.Event) -> None:
     listener = Listener(security, "the relay", MESSAGE_BYTES_MAX)
     listener.server.add_generic_rpc_handlers((relay.handlers(),))
     try:
-        port = listener.add_port(start.host, start.port)
+        port = listener.add_port(start.host, start.port, "--relay-listen (in a manifest: coordinator.relayPort)")
         await listener.server.start()
         _say(Event(port=port))
         settle()

@@ -97,7 +97,7 @@ async def look_host(host: str, what: str, port: int) -> list[Finding]:
         return [warning(check, f"{where} answers, but nothing listens on port {port} ({what})",
                         f"ignore this if {what} has not been started yet")]  # fmt: skip
     except (OSError, TimeoutError) as error:
-        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        why = "no answer" if isinstance(error, TimeoutError) else system_reason(error) or str(error)
         return [failure(check, f"{where} port {port} ({what}) cannot be reached: {why}",
                         f"is the machine up? does a firewall block port {port}?")]  # fmt: skip
     writer.close()
@@ -211,7 +211,7 @@ async def look_otlp(endpoint: str) -> list[Finding]:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(*address)
     except (OSError, TimeoutError) as error:
-        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        why = "no answer" if isinstance(error, TimeoutError) else system_reason(error) or str(error)
         return [warning("otlp", f"{address_of(*address)} cannot be reached: {why}", remedy)]
     writer.close()
     return [ok("otlp", f"{address_of(*address)} can be reached")]

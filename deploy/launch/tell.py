@@ -16,7 +16,7 @@ from relayline.wire.links.security import host_of, is_loopback
 QUESTION = "What does shutil.copytree do?"  # the bundled model knows nothing but Python's documentation
 DOCUMENTS = ("It copies a directory with all that is in it.", "It removes a file.")
 BEGINNING = "def factorial(n):\n"
-ENDING = "Ctrl-C ends it; `relayline up --detach` runs in the background"
+ENDING = "Ctrl-C ends it; with --detach it runs in the background"
 
 
 def line_of(event: dict[str, Any], *, as_json: bool, is_here: bool = False) -> str:

@@ -85,8 +85,9 @@ class Listener:
 
         self.server.add_generic_rpc_handlers(reflection_handlers(services))
 
-    def add_port(self, host: str, port: int) -> int:
+    def add_port(self, host: str, port: int, flag: str = "") -> int:
         """Listen on host:port (0 takes a free port); return the port. For a host "unix:PATH" the port means nothing.
+        `flag` chooses another one.
 
         Raises UsageError when the address is beyond this machine and plaintext was not asked for, StartError when it
         cannot be listened on.
@@ -101,7 +102,8 @@ class Listener:
                 return int(self.server.add_insecure_port(address))
             return self._add_secure_port(address)
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}; is the port taken?") from error
+            more = f" {flag} chooses another one" if flag else ""
+            raise StartError(f"cannot listen on {address}; is the port taken?{more}") from error
 
     def _add_secure_port(self, address: str) -> int:
         from relayline.wire.links.doorkeeper import Doorkeeper  # loads cryptography, which plaintext does not need

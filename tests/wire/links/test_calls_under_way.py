@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import NotReadyError
+from relayline.wire.common.errors import NotReadyError, StartError
 from relayline.wire.links import listening, rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.security import PLAINTEXT
@@ -174,3 +175,14 @@ async def test_a_cancellation_as_a_server_stops_is_not_lost(n_turns: int, monkey
     monkeypatch.undo()
     await listener.stop(None)
     assert is_cancelled
+
+
+async def test_a_port_that_is_taken_is_refused_with_the_flag_that_chooses_another() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for flag, more in (("", ""), ("--listen HOST:PORT", " --listen HOST:PORT chooses another one")):
+            with pytest.raises(StartError) as caught:
+                Listener(PLAINTEXT, "the stage").add_port("127.0.0.1", port, flag)
+            assert caught.value.message == f"cannot listen on 127.0.0.1:{port}; is the port taken?{more}"

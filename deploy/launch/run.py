@@ -226,7 +226,8 @@ def launch(
         last = directory.load()
         n_ended = end_leftovers(last)
         if n_ended or (last is not None and not last.phase.has_ended):
-            log.warning("the last run did not end properly; %d of its processes were still running", n_ended)
+            left = f"; {n_ended} of its processes still ran, and had to end" if n_ended else ""
+            log.warning("the last run did not end properly%s", left)
         forget_ended(directory, last, but_before=to_start.or_before)
         has_served = False
 

@@ -23,6 +23,7 @@ _RETRIES_MODULE = "_http"  # of huggingface_hub, which logs every attempt
 _SIGNED = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")  # with it anybody may read the file, until it expires
 
 # What to do about errors, by a part of their text.
+_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 _ADVICE = (
     ("CERTIFICATE_VERIFY_FAILED", "SSL_CERT_FILE names the certificates of a proxy that opens TLS"),
     ("socksio", "`pip install socksio`, or unset ALL_PROXY"),
@@ -153,8 +154,11 @@ def _why(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text that says something, else its kind; no address with a signature."""
-    return next((line.strip() for line in _unsigned(str(error)).splitlines() if line.strip()), type(error).__name__)
+    """Return the first line of an error's text that says something, else its kind; no address with a signature, and no
+    number of the system's error.
+    """
+    lines = (_NUMBER.sub("", line.strip()) for line in _unsigned(str(error)).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
 
 
 def _unsigned(text: str) -> str:

@@ -31,7 +31,8 @@ def pipeline_here(monkeypatch: pytest.MonkeyPatch) -> str:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
-    def find(name: str | None, _: object) -> Any:
+    def find(name: str | None, _: object, *, by_url: bool) -> Any:
+        assert by_url, "these commands have no --state-dir"
         state = SimpleNamespace(name=name, url=url, shown_url=url)
         return SimpleNamespace(is_running=True, state=state) if name == "mine" else None
 

@@ -24,10 +24,16 @@ pytestmark = pytest.mark.skipif(not LOCKS.exists(), reason="this system does not
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def output(tmp_path: Path) -> OutputFile:
+    """The output with its lock, taken before the worker begins."""
+    return OutputFile(tmp_path / "out")
+
+
+@pytest.fixture
+def worker(tmp_path: Path, output: OutputFile) -> Iterator[subprocess.Popen[bytes]]:
     (tmp_path / "in").write_bytes(request_lines("a", "b"))
     order = Order(
-        input=str(tmp_path / "in"), output=str(tmp_path / "out"), errors=str(tmp_path / "err"), url="/v1/completions",
+        input=str(tmp_path / "in"), output=str(output.path), errors=str(tmp_path / "err"), url="/v1/completions",
         socket="", headers={}, n_streams=1, n_max=9, wait_s=1.0, mark="batch_expired",
     )  # fmt: skip
     command = module_command("relayline.coordinator.batches.worker")
@@ -50,8 +56,8 @@ async def waiting(process: subprocess.Popen[bytes]) -> None:
             await pause()
 
 
-def test_it_waits_for_the_lock(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    with OutputFile(tmp_path / "out"):
+def test_it_waits_for_the_lock(tmp_path: Path, output: OutputFile, worker: subprocess.Popen[bytes]) -> None:
+    with output:
         asyncio.run(waiting(worker))
     assert worker.stdout is not None
     assert msgspec.json.decode(worker.stdout.readlines()[-1]) == {"ended": ""}
@@ -60,8 +66,8 @@ def test_it_waits_for_the_lock(tmp_path: Path, worker: subprocess.Popen[bytes]) 
     assert worker.wait() == 0
 
 
-def test_it_ends_with_its_coordinator_whatever_it_does(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    with OutputFile(tmp_path / "out"):
+def test_it_ends_with_its_coordinator_whatever_it_does(output: OutputFile, worker: subprocess.Popen[bytes]) -> None:
+    with output:
         asyncio.run(waiting(worker))
         assert worker.stdin is not None
         worker.stdin.close()

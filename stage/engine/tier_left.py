@@ -2,7 +2,7 @@
 
 An engine with other layers, of another model or with other settings has a directory of its own. The one before it
 stays, since layers may come back, and a new model may be given up. But it counts against the stage's bound, and goes
-before any state of today. What was of a stage that is not there any more goes once nobody has used it for UNUSED_S.
+before any state of today. Directories of other stages go once nobody has used them for UNUSED_S.
 
 A directory whose `lock` is held is in use, and left alone. `stage` says whose it is; those of before have none.
 """

@@ -85,16 +85,14 @@ async def _artifact(member: Source, cache: Path, load: Load, *, always_fetch: bo
             log.info("using the coordinator's own file of the artifact", extra={"fields": {"path": path}})
             return path
     pipeline_json = member.order.pipeline_json
-    if member.order.change.step != pb.LAYER_CHANGE_STEP_PREPARE:
-        await asyncio.to_thread(slot.prepare, pipeline_json)
-        await _fill(member, slot, load, held=await asyncio.to_thread(HeldLayers, cache, slot))
-        return slot.path
-    await asyncio.to_thread(slot.prepare, pipeline_json, for_move=True)
-    if not await asyncio.to_thread(slot.has_room):
+    for_move = member.order.change.step == pb.LAYER_CHANGE_STEP_PREPARE
+    await asyncio.to_thread(slot.prepare, pipeline_json, for_move=for_move)
+    if for_move and not await asyncio.to_thread(slot.has_room):
         await asyncio.to_thread(remove_replaced, slot)  # else later, since layers may be copied from them
     await _fill(member, slot, load, held=await asyncio.to_thread(HeldLayers, cache, slot))
-    await asyncio.to_thread(slot.prepare, pipeline_json)  # to fetch it may have taken long
-    await asyncio.to_thread(remove_replaced, slot)
+    if for_move:
+        await asyncio.to_thread(slot.prepare, pipeline_json)  # to fetch it may have taken long
+        await asyncio.to_thread(remove_replaced, slot)
     return slot.path
 
 

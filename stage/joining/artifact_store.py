@@ -64,7 +64,7 @@ class Slot:
         """
         try:
             if for_move and not self.directory.exists():
-                self.directory.mkdir(parents=True)
+                self.directory.mkdir(parents=True, exist_ok=True)  # another stage may want it at the same moment
                 (self.directory / FOR_MOVE).touch()
             if not pipeline_json:
                 self.directory.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,7 @@ _COMPLETIONS: tuple[Body, ...] = (
     {"prompt": ""}, {"prompt": []}, {"prompt": None}, {"prompt": [99999]}, {"temperature": "x"}, {"n_predict": -2},
     {"unknown": 1}, {"lora": [{"id": 0, "scale": 1}]}, {"n_predict": -1, "prompt": "x " * 10, "stop": ["\n"]},
     {"max_tokens": 2}, {"prompt": "a " * 2000}, {"dynatemp_range": 0.5},
+    {"dynatemp_range": 0.5, "dynatemp_exponent": 2, "temperature": 1.0, "top_k": 1},
     {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 0}, {"temperature": -1}, {"seed": -1}, {"seed": 4294967295},
     {"stop": []}, {"stop": [""]}, {"stop": "("}, {"n_predict": "4"}, {"n_predict": 4.0}, {"stream": "yes"},
     {"n_probs": -1}, {"prompt": 5}, {"prompt": [-1]}, {"prompt": [[]]}, {"prompt": "a\u0000b"},

@@ -8,7 +8,8 @@ that token is the pick, because the others' noise stays the same.
 
 Order: biases, penalties and bans (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`),
 top-n-sigma, top-k, typical-p, top-p, min-p, XTC, infill, temperature, draw. The filters keep what llama.cpp's of the
-same names keep (`stage.sampling.filters`, `stage.sampling.sorting_filters`, `stage.sampling.infill`).
+same names keep (`stage.sampling.filters`, `stage.sampling.sorting_filters`, `stage.sampling.infill`). The temperature
+may follow from what they leave (`stage.sampling.dynamic_temperature`).
 
 Mirostat stands in place of penalties and filters. It alone has a state that tokens do not tell: it travels with each
 sample, and comes back with the open (`stage.sampling.mirostat`).
@@ -32,6 +33,7 @@ from relayline.stage.sampling.constraint import Constraint
 from relayline.stage.sampling.device_draws import DeviceDraws
 from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.dry import Dry
+from relayline.stage.sampling.dynamic_temperature import dynamic_temperature
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
 from relayline.stage.sampling.infill import Infill
 from relayline.stage.sampling.mirostat import Mirostat
@@ -97,10 +99,11 @@ class SamplingOptions:
 
     @property
     def sorting_filters(self) -> Filters | None:
-        """The filters that sort tokens, or come before one that does, with all others; None if none is asked for."""
+        """The filters that sort tokens, or come before what looks at all that are left; None if none is asked for."""
         sigma, typical = self.number("top_n_sigma"), self.number("typical_p")
         xtc = self.number("xtc_threshold") if self.number("xtc_probability") else 1.0
-        if sigma == 0 and typical == 1.0 and xtc > 0.5 and not self.number("infill"):
+        looks_at_all = self.number("infill") or self.number("dynatemp_range")
+        if sigma == 0 and typical == 1.0 and xtc > 0.5 and not looks_at_all:
             return None
         return Filters(sigma, self.top_k, typical, self.top_p, self.min_p, xtc)
 
@@ -291,7 +294,12 @@ class SessionSampler:
             if self._infill is not None:
                 tokens = self._infill.kept(tokens, logits[tokens])
             kept = logits[tokens]
-            return scratch.draws.draw(kept, float(kept.max()), options.temperature, keys, tokens)
+            temperature, reach = options.temperature, options.number("dynatemp_range")
+            if reach:
+                temperature = dynamic_temperature(kept, temperature, reach, options.number("dynatemp_exponent"))
+            if temperature == 0:
+                return int(tokens[kept.argmax()])
+            return scratch.draws.draw(kept, float(kept.max()), temperature, keys, tokens)
         if options.top_k == 0 and options.top_p == 1.0 and options.min_p == 0.0:
             return scratch.draws.draw(logits, largest, options.temperature, keys)
         return scratch.filtered.draw(

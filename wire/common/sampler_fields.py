@@ -29,6 +29,8 @@ class SamplerField:
     """Further names of the HTTP field."""
     off: tuple[float, ...] = ()
     """Values outside the bounds that clients send for "not at all"."""
+    is_off_below: bool = False
+    """Whether all values below `low` say so."""
     is_whole: bool = False
     is_kind: bool = False
     """Whether each value means another kind: then one above `high` is refused, and not taken as `high`."""
@@ -39,6 +41,10 @@ class SamplerField:
 
 
 FIELDS = (
+    # How far the temperature goes down for a sure token and up for an unsure one; see
+    # stage.sampling.dynamic_temperature.
+    SamplerField(name="dynatemp_range", neutral=0.0, low=0.0, high=1e6, is_off_below=True),
+    SamplerField(name="dynatemp_exponent", neutral=1.0, low=0.0, high=100.0, only_with="dynatemp_range"),
     # Of tokens that the prompt or the answer has: a positive logit is divided by it, a negative one multiplied.
     SamplerField(
         name="repetition_penalty", neutral=1.0, low=0.01, high=100.0, aliases=("repeat_penalty",), off=(0.0, -1.0)

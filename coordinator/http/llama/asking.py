@@ -55,7 +55,7 @@ _OFF: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 1.0},
     "min_p": {"min_p": 0.0},
     "xtc": {"xtc_probability": None},
-    "temperature": {"temperature": 1.0},
+    "temperature": {"temperature": 1.0, "dynatemp_range": None},
 }
 # Fields that say something of another server's insides, or that change nothing at these values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -22,8 +22,6 @@ SAMPLER_LETTERS: Mapping[str, str] = MappingProxyType(dict(zip("edskypmxit", ORD
 # Settings that this server does not have, with the values by which llama-server shows them as off.
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {
-        "dynatemp_range": 0.0,
-        "dynatemp_exponent": 1.0,
         "adaptive_target": -1.0,
         "adaptive_decay": 0.9,
         "n_keep": 0,
@@ -52,6 +50,8 @@ def default_settings(recommended: Iterable[tuple[str, int | float]] = ()) -> dic
     usual = {
         "seed": -1,
         "temperature": DEFAULTS["temperature"],
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
         "top_k": DEFAULTS["top_k"],
         "top_p": DEFAULTS["top_p"],
         "min_p": DEFAULTS["min_p"],
@@ -91,6 +91,8 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
         | {
             "seed": sampling.seed,
             "temperature": sampling.temperature,
+            "dynatemp_range": numbers.get("dynatemp_range", 0.0),
+            "dynatemp_exponent": numbers.get("dynatemp_exponent", 1.0),
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,

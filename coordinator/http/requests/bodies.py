@@ -142,7 +142,6 @@ class GenerationBody(_Sampler, kw_only=True):
     prediction: Any = None  # read by validation: any error in it concerns the whole field
     # Of other servers; see validation.NEUTRAL.
     dry_sequence_breakers: list[str] | None = None
-    dynatemp_range: Any = None
     smoothing_factor: Any = None
     truncate_prompt_tokens: Any = None
     return_tokens_as_token_ids: Any = None

@@ -34,7 +34,6 @@ TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": (),
     "function_call": ("none", "auto"),
-    "dynatemp_range": (),
     "smoothing_factor": (),
     "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (),
@@ -323,7 +322,7 @@ def _numbers(body: GenerationBody) -> tuple[tuple[str, float], ...]:
     found: dict[str, float] = {}
     for param, field in HTTP_FIELDS.items():
         value = getattr(body, param)
-        if value is None or value in field.off:
+        if value is None or value in field.off or (field.is_off_below and value < field.low):
             continue
         value = min(value, field.high) if field.is_whole and not field.is_kind else value
         if not field.low <= value <= field.high or (field.is_whole and value != int(value)):

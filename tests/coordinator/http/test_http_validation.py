@@ -125,6 +125,7 @@ NEUTRAL = {
     "xtc_threshold": 0.3,
     "dry_multiplier": 0.0,
     "dynatemp_range": 0,
+    "dynatemp_exponent": 2.0,  # of no range
     "min_tokens": 0,
     "stop_token_ids": [],
     "bad_words": [],
@@ -477,6 +478,8 @@ def test_no_bytes_are_a_500(post: Post, path: str, raw: bytes) -> None:
         ({"mirostat": 2, "mirostat_tau": 4}, {"mirostat": 2, "mirostat_tau": 4}),
         ({"mirostat_mode": 1, "mirostat_tau": 5}, {"mirostat": 1}),
         ({"mirostat": 0, "mirostat_tau": 4, "mirostat_eta": 0.2}, {}),
+        ({"dynatemp_range": 0.5, "dynatemp_exponent": 2}, {"dynatemp_range": 0.5, "dynatemp_exponent": 2}),
+        ({"dynatemp_range": -0.3, "dynatemp_exponent": 2}, {}),
     ],
 )
 def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, Any], numbers: dict[str, float]) -> None:
@@ -490,7 +493,8 @@ def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, An
         ({"repeat_last_n": 1.5}, "repeat_last_n: must be a whole number"),
         ({"typical_p": 1.5}, "typical_p: must be a number"),
         ({"mirostat": 3}, "mirostat: must be a whole number between 0 and 2"),
-        ({"dynatemp_range": 0.5}, "dynatemp_range: not supported"),
+        ({"smoothing_factor": 0.5}, "smoothing_factor: not supported"),
+        ({"dynatemp_range": 0.5, "dynatemp_exponent": -1}, "dynatemp_exponent: must be a number between 0 and 100"),
         ({"dry_multiplier": -1}, "dry_multiplier: must be a number between 0 and 100"),
         ({"skip_special_tokens": False}, "skip_special_tokens: not supported by this server yet; only true"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: more than max_tokens"),

@@ -43,7 +43,9 @@ OPTIONS = st.builds(
     n_logprobs=st.sampled_from([-1, -1, 2]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     logit_bias=st.sampled_from([(), (), ((5, 9.0), (6, -100.0))]),
-    numbers=st.sampled_from([{}, {}, {"typical_p": 0.8}, {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1}]),
+    numbers=st.sampled_from(
+        [{}, {}, {"typical_p": 0.8}, {"dynatemp_range": 0.5}, {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1}]
+    ),
     allowed_tokens=st.sampled_from([(), (), (), (3, 7, 699)]),
     **FILTERS,
 )

@@ -158,6 +158,17 @@ async def test_samplers_that_are_left_out_do_nothing(tokenizer: Tokenizer) -> No
     assert none["generation_settings"]["samplers"] == []
 
 
+async def test_a_dynamic_temperature_goes_with_the_temperature(tokenizer: Tokenizer) -> None:
+    asks = {"prompt": "x", "temperature": 1, "dynatemp_range": 0.5, "dynatemp_exponent": 1.5, "n_predict": 1}
+    found, (request,) = await asked(tokenizer, "/completion", says(b"y"), **asks)
+    assert request.sampling.numbers == (("dynatemp_exponent", 1.5), ("dynatemp_range", 0.5))
+    used = found["generation_settings"]
+    assert (used["temperature"], used["dynatemp_range"], used["dynatemp_exponent"]) == (1.0, 0.5, 1.5)
+    found, (request,) = await asked(tokenizer, "/completion", says(b"y"), **(asks | {"samplers": ["top_k"]}))
+    assert request.sampling.numbers == ()
+    assert found["generation_settings"]["dynatemp_range"] == 0.0
+
+
 async def test_a_temperature_below_0_is_the_likeliest_token(tokenizer: Tokenizer) -> None:
     _, (request,) = await asked(tokenizer, "/completion", says(b"y"), prompt="x", temperature=-1, n_predict=1)
     assert request.sampling.temperature == 0.0

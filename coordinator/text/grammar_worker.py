@@ -13,8 +13,8 @@ import signal
 import sys
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
 
+from relayline.coordinator.text.gbnf import lark_of
 from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX
 from relayline.wire.common.grammars import step_items_max, without_forcing
 from relayline.wire.common.limits import lower_limit
@@ -54,11 +54,11 @@ def main() -> None:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX)  # the signal ends a process, whatever code runs
         try:
-            grammar = any_to_lark(asked["text"]) if asked["is_gbnf"] else asked["text"]
+            grammar = lark_of(asked["text"]) if asked["is_gbnf"] else asked["text"]
             answer = {"grammar": grammar, "fault": _fault(vocabulary, grammar)}
         except RecursionError:
             answer = {"grammar": "", "fault": "nested too deeply"}
-        except Exception as error:  # bare ones for GBNF
+        except Exception as error:
             answer = {"grammar": "", "fault": str(error) or type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

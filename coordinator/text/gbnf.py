@@ -1,9 +1,9 @@
 """From GBNF, the grammars of llama.cpp, to Lark as llguidance reads it. Pure.
 
-It reads what llama.cpp's own parser reads, and `_` in names. What has no recursion becomes regular expressions, as
-large as possible: a whole grammar without it is one. Within an expression every way to read a text counts, as in
-llama.cpp. Where one expression ends and another begins, llguidance takes the longest text for the first one: as two
-expressions `[a-z ]+ " is "` would never come to its end.
+It reads what llama.cpp's own parser reads, `_` in names, and `|` at the beginning of a line. What has no recursion
+becomes regular expressions, as large as possible: a whole grammar without it is one. Within an expression every way to
+read a text counts, as in llama.cpp. Where one expression ends and another begins, llguidance takes the longest text for
+the first one: as two expressions `[a-z ]+ " is "` would never come to its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _INT = re.compile(r"[0-9]{1,18}")
 _TOKEN = re.compile(r"(!?)<(\[[0-9]{1,10}\]|[^>\n]*)>")
 _BLANKS, _LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))")
+_NEXT_WAY = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*\|")  # xgrammar and people put it on the next line, too
+_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|[?!]?start\s*:(?!:=))")
 _GBNF = re.compile(r"(?m)^\s*root[ \t]*::=")
 
 
@@ -104,8 +105,8 @@ class _Parser:
 
     def _alternatives(self, *, is_nested: bool) -> _Node:
         parts = [self._sequence(is_nested=is_nested)]
-        while self._peek() == "|":
-            self._at += 1
+        while (way := _NEXT_WAY.match(self._text, self._at)) is not None:
+            self._at = way.end()
             self._skip(_LINES)
             parts.append(self._sequence(is_nested=is_nested))
         return parts[0] if len(parts) == 1 else _Any(tuple(parts))

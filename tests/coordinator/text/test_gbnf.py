@@ -164,6 +164,11 @@ def test_what_is_long_keeps_the_names_of_its_rules(monkeypatch: pytest.MonkeyPat
     assert len(lark_of(f'root ::= a0\n{twice}\na60 ::= "x"')) < 5_000
 
 
+def test_a_line_may_begin_with_a_further_way() -> None:
+    grammar = 'root ::= "a"\n  # or\n  | b\n\nb ::=\n  | "c"\n  | "d" # why\n'
+    assert [fits(grammar, text) for text in ("a", "c", "d", "", "b")] == [True, True, True, True, False]
+
+
 def test_lark_stays_as_it_is() -> None:
-    for grammar in ('start: "a"', '%llguidance {}\nstart: "a"', "  start : /root ::= a/"):
+    for grammar in ('?start: "a" | b\nb: "c"', 'start: "a"', '%llguidance {}\nstart: "a"', "  start : /root ::= a/"):
         assert lark_of(grammar) == grammar

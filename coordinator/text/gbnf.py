@@ -9,6 +9,7 @@ the first one: as two expressions `[a-z ]+ " is "` would never come to its end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
@@ -22,6 +23,7 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{char: char for char in '\\"[]-'}
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _INT = re.compile(r"[0-9]{1,18}")
 _TOKEN = re.compile(r"(!?)<(\[[0-9]{1,10}\]|[^>\n]*)>")
+_PLAIN_TEXT = re.compile(r'[^"\\]+')
 _BLANKS, _LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NEXT_WAY = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*\|")  # xgrammar and people put it on the next line, too
 _LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|[?!]?start\s*:(?!:=))")
@@ -34,9 +36,10 @@ class GbnfError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chars:
-    """One character: an expression of a class."""
+    """One character of a class, or a text."""
 
     expression: str
+    is_one: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,11 +153,16 @@ class _Parser:
 
     def _literal(self) -> _Node:
         self._at += 1
-        chars: list[_Node] = []
+        chars: list[str] = []
         while self._peek() != '"':
-            chars.append(_Chars(_class_of([(code := self._char(), code)])))
+            plain = _PLAIN_TEXT.match(self._text, self._at)
+            if plain is not None:
+                self._at = plain.end()
+                chars += map(_code, map(ord, plain[0]))
+            else:
+                chars.append(_class_of([(code := self._char(), code)]))
         self._at += 1
-        return chars[0] if len(chars) == 1 else _All(tuple(chars))
+        return _Chars("".join(chars), len(chars) == 1) if chars else _All(())
 
     def _class(self) -> _Node:
         self._at += 1
@@ -253,6 +261,7 @@ def _class_of(ranges: list[tuple[int, int]], *, is_not: bool = False) -> str:
     return f"[{'^' * is_not}{''.join(parts)}]" if parts else _class_of([(0, _CHAR_MAX)])
 
 
+@functools.lru_cache(4_096)
 def _code(char: int) -> str:
     return chr(char) if chr(char).isalnum() or chr(char) in _PLAIN else f"\\x{{{char:x}}}"
 
@@ -377,7 +386,7 @@ class _Writer:
     def _expression(self, node: _Node) -> _Text | None:
         """Return a node as a regular expression; None: it is too long, or not regular."""
         if isinstance(node, _Chars):
-            return node.expression, _ATOM
+            return node.expression, _ATOM if node.is_one else _ALL
         if isinstance(node, _Rule):
             return self._regular.get(node.name)
         if isinstance(node, _Token):

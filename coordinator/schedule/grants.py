@@ -16,8 +16,8 @@ another group, for instance because a stream joins, all rows of that group leave
 only while no prompt is read. After a grant that was ended in vain no others are given for some envelopes: 2, 4 and up
 to SIT_OUT_MAX, and half as many again with each grant of which half was of use.
 
-Not granted: streams with drafts, and streams whose sampler has a state (penalties, grammars, mirostat), since no
-sampler goes back.
+Not granted: streams with drafts, and streams whose sampler has a state (penalties, grammars, mirostat, adaptive-p),
+since no sampler goes back.
 """
 
 from __future__ import annotations

@@ -73,15 +73,15 @@ class SamplingParams:
     @property
     def looks_back(self) -> bool:
         """Whether sampling depends on the tokens sampled before."""
-        return self.is_penalised or self.looks_at_prompt or self.has_mirostat or bool(self.bad_words or self.grammar)
+        return self.is_penalised or self.looks_at_prompt or self.carries or bool(self.bad_words or self.grammar)
 
     @property
-    def has_mirostat(self) -> bool:
-        """Whether each sample says where mirostat stands, and the next open has to."""
-        return self.number("mirostat") != 0
+    def carries(self) -> bool:
+        """Whether each sample says where mirostat or adaptive-p stands, and the next open has to."""
+        return self.number("mirostat") != 0 or self.number("adaptive_target") >= 0
 
     def resumed(self, mirostat_mu: float | None) -> SamplingParams:
-        """Return the same for a session whose mirostat has got to `mirostat_mu`; None: it begins."""
+        """Return the same for a session that stands there; None: it begins."""
         if mirostat_mu is None:
             return self
         return dataclasses.replace(self, numbers=(*self.numbers, ("mirostat_mu", mirostat_mu)))

@@ -103,7 +103,7 @@ class Session:
     n_refused: int = 0  # times that stages had no lane for it
     n_opened: int = 0  # tokens of the history when it was opened last
     mirostat_mus: tuple[float | None, float | None] = (None, None)
-    """Mirostat's state behind the last token, and at the latest open; None: not reported yet."""
+    """The state of mirostat or adaptive-p behind the last token, and at the latest open; None: not reported yet."""
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL; then it stays
     n_kept: int = 0  # of these, rows that all stages held from the epoch before
     n_copied: int = 0  # of these, rows that another session had computed

@@ -1,8 +1,7 @@
 """Mirostat, versions 1 and 2: which tokens a draw may pick, so that surprise stays near a target. Pure.
 
 As llama.cpp's samplers of these names (Basu et al., 2021). `mu`, the most surprise that a token may have, changes with
-every token that is picked. It is the only state of a sampler that cannot be derived from tokens. So each sample reports
-it, and the open of a session brings it back. If a position is picked again, the mu before it counts.
+every token that is picked. It cannot be derived from tokens, so it travels (`stage.sampling.carried`).
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.sampling.carried import Carried
 from relayline.stage.sampling.filters import largest_tokens
-from relayline.wire.common.bounds import PENALTY_TOKENS_MAX
-from relayline.wire.common.errors import InternalError
-from relayline.wire.common.sampler_fields import BY_NAME
 
 LEADERS = 100  # tokens from which version 1 estimates how steep the distribution is; llama.cpp's number
-_MU = BY_NAME["mirostat_mu"]  # its bounds: a stage refuses an open with another one
 
 Logits = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
@@ -32,20 +28,19 @@ class Mirostat:
         """`mu` is None for a session that has picked nothing. `temperature` is above 0."""
         self._version, self._tau, self._eta = version, tau, eta
         self._temperature = min(temperature, sys.float_info.max)  # infinite, it would make NaN of forbidden tokens
-        self._mus = [_as_f32(2 * tau if mu is None else mu)]  # before each of the latest positions, the next one last
-        self._position: int | None = None  # of the next token; the first sample sets it
+        self._carried = Carried(2 * tau if mu is None else mu)
 
     @property
     def mu(self) -> float:
         """The most surprise, in bits, that the next token may have. An f32."""
-        return self._mus[-1]
+        return self._carried.value
 
     def kept(self, logits: Logits, position: int) -> Tokens:
         """Return the tokens that may be picked at `position`, at least one. At least one logit is finite.
 
         Raises InternalError for a position beyond the next one: the tokens before it are not known here.
         """
-        self._go_to(position)
+        self._carried.go_to(position)
         wide = logits.astype(np.float64)
         wide -= wide.max()
         wide /= self._temperature
@@ -77,22 +72,4 @@ class Mirostat:
         wide /= self._temperature
         at = int(np.flatnonzero(tokens == token)[0])
         surprise = (math.log(np.exp(wide).sum()) - float(wide[at])) / math.log(2)
-        mu = self.mu - self._eta * (surprise - self._tau)
-        self._mus.append(_as_f32(min(max(mu, _MU.low), _MU.high)))
-        if len(self._mus) > 2 * PENALTY_TOKENS_MAX:  # more than ever comes again
-            del self._mus[:PENALTY_TOKENS_MAX]
-        if self._position is not None:
-            self._position += 1
-
-    def _go_to(self, position: int) -> None:
-        n_again = 0 if self._position is None else self._position - position
-        if not 0 <= n_again < len(self._mus):
-            raise InternalError(f"position {position} was sampled out of order: the token before it is not known")
-        if n_again:
-            del self._mus[-n_again:]
-        self._position = position
-
-
-def _as_f32(value: float) -> float:
-    """Return the number in its wire form: so a rebuilt session continues exactly."""
-    return float(np.float32(value))
+        self._carried.follow(self.mu - self._eta * (surprise - self._tau))

@@ -11,8 +11,8 @@ top-n-sigma, top-k, typical-p, top-p, min-p, XTC, infill, temperature, draw. The
 same names keep (`stage.sampling.filters`, `stage.sampling.sorting_filters`, `stage.sampling.infill`). The temperature
 may follow from what they leave (`stage.sampling.dynamic_temperature`).
 
-Mirostat stands in place of penalties and filters. It alone has a state that tokens do not tell: it travels with each
-sample, and comes back with the open (`stage.sampling.mirostat`).
+Mirostat stands in place of penalties and filters, adaptive-p in place of the plain draw. They alone have a state that
+tokens do not tell: it travels with each sample, and comes back with the open (`stage.sampling.carried`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer
 
+from relayline.stage.sampling.adaptive import AdaptiveP
 from relayline.stage.sampling.bans import Bans
 from relayline.stage.sampling.constraint import Constraint
 from relayline.stage.sampling.device_draws import DeviceDraws
-from relayline.stage.sampling.draws import Draws, noise_keys
+from relayline.stage.sampling.draws import Draws, clipped, noise_keys
 from relayline.stage.sampling.dry import Dry
 from relayline.stage.sampling.dynamic_temperature import dynamic_temperature
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
@@ -98,11 +99,19 @@ class SamplingOptions:
         return Mirostat(int(version), tau, eta, self.temperature, self.numbers.get("mirostat_mu"))
 
     @property
+    def adaptive(self) -> AdaptiveP | None:
+        """Return the state of adaptive-p; None without it, or where mirostat or the largest logit decides."""
+        target, decay = map(self.number, ("adaptive_target", "adaptive_decay"))
+        if target < 0 or self.temperature == 0 or self.number("mirostat"):
+            return None
+        return AdaptiveP(target, decay, self.numbers.get("mirostat_mu"))
+
+    @property
     def sorting_filters(self) -> Filters | None:
         """The filters that sort tokens, or come before what looks at all that are left; None if none is asked for."""
         sigma, typical = self.number("top_n_sigma"), self.number("typical_p")
         xtc = self.number("xtc_threshold") if self.number("xtc_probability") else 1.0
-        looks_at_all = self.number("infill") or self.number("dynatemp_range")
+        looks_at_all = self.number("infill") or self.number("dynatemp_range") or self.number("adaptive_target") >= 0
         if sigma == 0 and typical == 1.0 and xtc > 0.5 and not looks_at_all:
             return None
         return Filters(sigma, self.top_k, typical, self.top_p, self.min_p, xtc)
@@ -131,7 +140,7 @@ class Sampled(NamedTuple):
     token: int
     logprob: float | None  # None unless n_logprobs >= 0
     top: list[tuple[int, float]]  # (token, logprob), largest first, ties by token id; empty unless n_logprobs > 0
-    mirostat_mu: float | None = None  # behind this token, with mirostat
+    mirostat_mu: float | None = None  # behind this token, with mirostat; or what adaptive-p carries
 
 
 class Scratch:
@@ -188,7 +197,7 @@ class SessionSampler:
         repetition = Repetition(options.number("repetition_penalty"), int(options.number("repeat_last_n")), [*read])
         frequency, presence, bans = options.frequency_penalty, options.presence_penalty, options.bans(n_vocab)
         dry = options.dry(n_vocab)
-        self._mirostat = options.mirostat
+        self._mirostat, self._adaptive = options.mirostat, options.adaptive
         if self._mirostat is not None:  # as in llama.cpp, it stands in place of all that looks at earlier tokens
             frequency, presence, repetition, dry = 0.0, 0.0, Repetition(), None
         is_changed = frequency or presence or options.logit_bias or not repetition.is_neutral
@@ -261,6 +270,8 @@ class SessionSampler:
             self._constraint.said(token)
         self.last = (position, token)
         mu = self._mirostat.mu if self._mirostat is not None else None
+        if self._adaptive is not None:
+            mu = self._adaptive.total
         if self.options.n_logprobs < 0:
             return Sampled(token, None, [], mu)
         return _with_logprobs(token, logits, largest, self.options.n_logprobs)._replace(mirostat_mu=mu)
@@ -297,6 +308,8 @@ class SessionSampler:
             temperature, reach = options.temperature, options.number("dynatemp_range")
             if reach:
                 temperature = dynamic_temperature(kept, temperature, reach, options.number("dynatemp_exponent"))
+            if self._adaptive is not None:
+                return _adapted(self._adaptive, tokens, kept, temperature, keys, position, scratch.draws)
             if temperature == 0:
                 return int(tokens[kept.argmax()])
             return scratch.draws.draw(kept, float(kept.max()), temperature, keys, tokens)
@@ -309,6 +322,28 @@ class SessionSampler:
     def close(self) -> None:
         """Refuse further draws. May be called twice."""
         self._is_open = False
+
+
+def _adapted(
+    adaptive: AdaptiveP,
+    tokens: npt.NDArray[np.int32],
+    kept: npt.NDArray[np.float32],
+    temperature: float,
+    keys: tuple[int, int],
+    position: int,
+    draws: Draws,
+) -> int:
+    """Draw one of the kept tokens, of which `kept` are the logits, by how near its chance is to the target."""
+    wide = kept.astype(np.float64)
+    weights = np.exp((wide - wide.max()) / clipped(temperature))
+    chances = weights / weights.sum()
+    logits = adaptive.logits(chances, position)
+    if temperature == 0:
+        adaptive.said(1.0)
+        return int(tokens[kept.argmax()])
+    token = draws.draw(logits, float(logits.max()), 1.0, keys, tokens)
+    adaptive.said(float(chances[int(np.searchsorted(tokens, token))]))
+    return token
 
 
 def checked(largest: float, position: int) -> float:

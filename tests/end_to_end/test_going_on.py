@@ -130,6 +130,21 @@ async def test_mirostat_goes_on_where_it_was(
     assert set(begun[1:]) <= set(reported), "some sample's report"
 
 
+async def test_adaptive_p_goes_on_where_it_was(artifacts: Artifacts) -> None:
+    """The same tokens as without a loss, each of which depends on the state."""
+    numbers = (("adaptive_decay", 0.7), ("adaptive_target", 0.2))
+    wanted = request(prompt_of(71, 30), 30, SamplingParams(temperature=1.5, seed=9, numbers=numbers))
+    async with fleet(artifacts([1, 3]), proxied=True, prefix_lanes=0) as running:
+        whole = await tokens_of(running.pipeline.open(wanted))
+        stream = running.pipeline.open(wanted)
+        said = await read(stream, 7)
+        for where in (1, 2):
+            await cut(running, where)
+            said += await read(stream, 6)
+        said += await tokens_of(stream)
+    assert said == whole
+
+
 async def test_a_prompt_that_was_being_read_is_read_on(artifacts: Artifacts, whole: ReferenceModel) -> None:
     prompts = [prompt_of(80 + index, 200) for index in range(2)]
     async with fleet(artifacts([1, 3]), mode="fixed", proxied=True) as running:

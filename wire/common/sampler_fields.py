@@ -90,7 +90,10 @@ FIELDS = (
     SamplerField(name="mirostat", neutral=0, low=0, high=2, aliases=("mirostat_mode",), is_whole=True, is_kind=True),
     SamplerField(name="mirostat_tau", neutral=5.0, low=0.0, high=100.0, only_with="mirostat"),
     SamplerField(name="mirostat_eta", neutral=0.1, low=0.0, high=1.0, only_with="mirostat"),
-    # Where the session stands, as its last sample said; not given before the first.
+    # The chance that tokens have on average; see stage.sampling.adaptive.
+    SamplerField(name="adaptive_target", neutral=-1.0, low=0.0, high=1.0, is_off_below=True),
+    SamplerField(name="adaptive_decay", neutral=0.9, low=0.0, high=0.99, only_with="adaptive_target"),
+    # Where the session stands with one of these, as its last sample said; not given before the first.
     SamplerField(name="mirostat_mu", neutral=0.0, low=-1e6, high=1e6, is_public=False),
     # Nothing is sampled: a prompt's hidden rows become one embedding. See `POOLINGS`.
     SamplerField(name="pooling", neutral=0, low=0, high=3, is_whole=True, is_public=False),

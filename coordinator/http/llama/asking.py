@@ -15,12 +15,13 @@ from msgspec import Meta, Struct
 
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.llama.settings import (
+    ADAPTIVE,
     DEFAULTS,
     INFILL,
     ORDER,
     SAMPLER_LETTERS,
-    SAMPLERS,
     generation_settings,
+    sampler_names,
 )
 from relayline.coordinator.http.requests.bodies import (
     CompletionBody,
@@ -56,12 +57,12 @@ _OFF: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.0},
     "xtc": {"xtc_probability": None},
     "temperature": {"temperature": 1.0, "dynatemp_range": None},
+    ADAPTIVE: {"adaptive_target": None},
 }
 # Fields that say something of another server's insides, or that change nothing at these values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "post_sampling_probs": (),
     "min_keep": (),
-    "adaptive_target": (-1,),
     "reasoning_budget_tokens": (-1,),
 }
 
@@ -85,7 +86,6 @@ class LlamaBody(CompletionBody, kw_only=True):
     samplers: list[str] | str | None = None  # a text: a letter for each
     post_sampling_probs: Any = None
     min_keep: Any = None
-    adaptive_target: Any = None
     reasoning_budget_tokens: Any = None
 
 
@@ -188,7 +188,10 @@ def _with_defaults(sent: LlamaBody, limits: HttpLimits) -> CompletionBody:
         if fields[name] is None:
             fields[name] = value
     if sent.samplers is not None:
-        fields |= _without(sent.samplers if isinstance(sent.samplers, list) else _of_letters(sent.samplers))
+        given = sent.samplers
+        fields |= _without(sampler_names(given) if isinstance(given, list) else _of_letters(given))
+    else:
+        fields |= _OFF[ADAPTIVE]
     fields["temperature"] = max(0.0, fields["temperature"])
     n_probs = sent.n_probs if sent.n_probs is not None else sent.logprobs
     fields["logprobs"] = n_probs or None
@@ -221,7 +224,7 @@ def _without(samplers: list[str]) -> dict[str, Any]:
     order = [ORDER.index(name) if name in ORDER else -1 for name in samplers]
     if -1 in order or order != sorted(set(order)):
         raise InvalidRequestError.of_field("samplers", f"only some of {', '.join(ORDER)}, in this order")
-    left_out = {field: off for name in SAMPLERS if name not in samplers for field, off in _OFF[name].items()}
+    left_out = {field: off for name in _OFF if name not in samplers for field, off in _OFF[name].items()}
     return {INFILL: float(INFILL in samplers), **left_out}
 
 

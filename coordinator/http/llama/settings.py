@@ -14,16 +14,18 @@ from relayline.coordinator.http.requests.validation import DRY_BREAKERS, REPEAT_
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "n_predict": -1}
 )
-# In the order in which they act here, which is llama-server's default; `infill` acts only if it is asked for.
-INFILL = "infill"
-ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", INFILL, "temperature")
-SAMPLERS = tuple(name for name in ORDER if name != INFILL)
-SAMPLER_LETTERS: Mapping[str, str] = MappingProxyType(dict(zip("edskypmxit", ORDER, strict=True)))
+# In the order in which they act here, which is llama-server's default; two act only if they are asked for.
+INFILL, ADAPTIVE = "infill", "adaptive_p"
+ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", INFILL, "temperature", ADAPTIVE)
+SAMPLERS = tuple(name for name in ORDER if name not in (INFILL, ADAPTIVE))
+SAMPLER_LETTERS: Mapping[str, str] = MappingProxyType(dict(zip("edskypmxita", ORDER, strict=True)))
+# llama-server's other names of them, today's and earlier ones; `-` and `_` may be left out, capitals are small ones.
+_ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typicalp": "typ_p", "typical": "typ_p"}
+_NAMES = {name.replace("_", ""): name for name in ORDER} | _ALIASES
+_GONE = ("tfsz", "tfs")  # a sampler that llama-server has no more, and that clients still list
 # Settings that this server does not have, with the values by which llama-server shows them as off.
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {
-        "adaptive_target": -1.0,
-        "adaptive_decay": 0.9,
         "n_keep": 0,
         "n_discard": 0,
         "min_keep": 0,
@@ -70,6 +72,8 @@ def default_settings(recommended: Iterable[tuple[str, int | float]] = ()) -> dic
         "mirostat": 0,
         "mirostat_tau": 5.0,
         "mirostat_eta": 0.1,
+        "adaptive_target": -1.0,
+        "adaptive_decay": 0.9,
         "max_tokens": -1,
         "n_predict": -1,
         "ignore_eos": False,
@@ -113,6 +117,8 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
             "mirostat": int(numbers.get("mirostat", 0)),
             "mirostat_tau": numbers.get("mirostat_tau", 5.0),
             "mirostat_eta": numbers.get("mirostat_eta", 0.1),
+            "adaptive_target": numbers.get("adaptive_target", -1.0),
+            "adaptive_decay": numbers.get("adaptive_decay", 0.9),
             "stop": plan.stops,
             "max_tokens": n_predict,
             "n_predict": n_predict,
@@ -131,4 +137,10 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
 def _samplers(sent: list[str] | str | None) -> list[str] | tuple[str, ...]:
     if sent is None:
         return SAMPLERS
-    return [SAMPLER_LETTERS[letter] for letter in sent] if isinstance(sent, str) else sent
+    return [SAMPLER_LETTERS[letter] for letter in sent] if isinstance(sent, str) else sampler_names(sent)
+
+
+def sampler_names(sent: Iterable[str]) -> list[str]:
+    """Return samplers by their usual names, each once; those that there are not as they were sent."""
+    plain = {each: each.lower().replace("-", "").replace("_", "") for each in sent}
+    return [*dict.fromkeys(_NAMES.get(name, each) for each, name in plain.items() if name not in _GONE)]

@@ -480,6 +480,8 @@ def test_no_bytes_are_a_500(post: Post, path: str, raw: bytes) -> None:
         ({"mirostat": 0, "mirostat_tau": 4, "mirostat_eta": 0.2}, {}),
         ({"dynatemp_range": 0.5, "dynatemp_exponent": 2}, {"dynatemp_range": 0.5, "dynatemp_exponent": 2}),
         ({"dynatemp_range": -0.3, "dynatemp_exponent": 2}, {}),
+        ({"adaptive_target": 0, "adaptive_decay": 0.5}, {"adaptive_target": 0, "adaptive_decay": 0.5}),
+        ({"adaptive_target": -0.01, "adaptive_decay": 0.5}, {}),
     ],
 )
 def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, Any], numbers: dict[str, float]) -> None:
@@ -571,3 +573,11 @@ def test_an_error_does_not_repeat_a_long_value() -> None:
     for body in (error_body(InvalidRequestError(long)), plain_body(404, long, "route_not_found")):
         assert len(body.error.message) < MESSAGE_CHARS_MAX + 100
         assert body.error.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("sent", "looks_back"),
+    [({"mirostat": 2}, True), ({"adaptive_target": 0}, True), ({"adaptive_target": -1, "dynatemp_range": 1}, False)],
+)
+def test_an_answer_whose_sampler_has_a_state_is_not_sampled_ahead(sent: dict[str, Any], looks_back: bool) -> None:
+    assert completion_plan(**sent).sampling.looks_back == looks_back

@@ -158,6 +158,38 @@ async def test_samplers_that_are_left_out_do_nothing(tokenizer: Tokenizer) -> No
     assert none["generation_settings"]["samplers"] == []
 
 
+SILLY_TAVERN = {  # as it writes them for llama.cpp
+    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+                 "adaptive_p"],
+    "adaptive_target": -0.01, "adaptive_decay": 0.9, "temperature": 0.7, "dynatemp_range": None, "min_keep": 0,
+    "n_probs": 10, "logprobs": 10, "smoothing_factor": 0, "typical_p": 1, "typical": 1, "mirostat": 0,
+    "repeat_penalty": 1.2, "repetition_penalty": 1.2, "repeat_last_n": 0, "stop": ["\nUser:"], "n_predict": 2,
+}  # fmt: skip
+
+
+async def test_silly_tavern_is_served(tokenizer: Tokenizer) -> None:
+    found, (request,) = await asked(tokenizer, "/completion", leading, prompt="x", **SILLY_TAVERN)
+    assert dict(request.sampling.numbers) == {"repetition_penalty": 1.2, "repeat_last_n": 0}
+    assert found["generation_settings"]["samplers"] == SILLY_TAVERN["samplers"]
+    preset = {"samplers": ["top_k", "tfs_z", "typical_p", "top_p", "min_p", "temperature"], "typical_p": 0.5}
+    found, (request,) = await asked(tokenizer, "/completion", leading, prompt="x", **(SILLY_TAVERN | preset))
+    assert dict(request.sampling.numbers) == {"typical_p": 0.5}
+    assert found["generation_settings"]["samplers"] == ["top_k", "typ_p", "top_p", "min_p", "temperature"]
+    named = {"samplers": ["top-k", "Nucleus", "temp"], "top_p": 0.5}
+    _, (request,) = await asked(tokenizer, "/completion", leading, prompt="x", **(SILLY_TAVERN | named))
+    assert (request.sampling.top_p, request.sampling.min_p, request.sampling.temperature) == (0.5, 0.0, 0.7)
+
+
+async def test_adaptive_p_acts_where_samplers_name_it(tokenizer: Tokenizer) -> None:
+    asks = {"prompt": "x", "adaptive_target": 0.4, "adaptive_decay": 0.8, "n_predict": 1, "top_k": 0}
+    _, (request,) = await asked(tokenizer, "/completion", says(b"y"), **asks)
+    assert request.sampling.numbers == ()
+    found, (request,) = await asked(tokenizer, "/completion", says(b"y"), samplers="kta", **asks)
+    assert request.sampling.numbers == (("adaptive_decay", 0.8), ("adaptive_target", 0.4))
+    used = found["generation_settings"]
+    assert (used["adaptive_target"], used["adaptive_decay"], used["samplers"][-1]) == (0.4, 0.8, "adaptive_p")
+
+
 async def test_a_dynamic_temperature_goes_with_the_temperature(tokenizer: Tokenizer) -> None:
     asks = {"prompt": "x", "temperature": 1, "dynatemp_range": 0.5, "dynatemp_exponent": 1.5, "n_predict": 1}
     found, (request,) = await asked(tokenizer, "/completion", says(b"y"), **asks)

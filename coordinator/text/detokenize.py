@@ -27,6 +27,7 @@ class StopFinder:
         if any(not stop for stop in stops):
             raise ValueError("a stop string is empty")
         self._stops = tuple(stops)
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""
         self.stopped = False
         self.stop = ""  # the one that was found
@@ -39,6 +40,8 @@ class StopFinder:
         if self.stopped:
             return ""
         if not self._stops:
+            return text
+        if not self._held and self._firsts.isdisjoint(text):  # as nearly always
             return text
         text, n_before = self._held + text, len(self._held)  # what is held may hold a stop string that may not stop
         starts = [(stop, text.find(stop, max(0, n_before - len(stop) + 1))) for stop in self._stops]

@@ -16,7 +16,7 @@ class HttpLimits:
     body_bytes_max: int = 16 * 1024 * 1024  # a million token ids written as JSON fit twice
     choices_per_prompt_max: int = 16  # the ceiling of `n`
     choices_max: int = 128  # prompts times `n` of one request
-    stops_max: int = 16  # stop strings of one request; OpenAI allows 4, llama-server any number
+    stops_max: int = 64  # stop strings of one request; OpenAI allows 4, llama-server any number
     stop_chars_max: int = 256  # length of one stop string; each token's text is compared with every beginning of it
     prediction_chars_max: int = 4 * 1024 * 1024  # of it, as much is tokenised as a stream may hold
     backlog_events_max: int = 256  # tokens read from the pipeline and not yet written, per request

@@ -163,7 +163,8 @@ SILLY_TAVERN = {  # as it writes them for llama.cpp
                  "adaptive_p"],
     "adaptive_target": -0.01, "adaptive_decay": 0.9, "temperature": 0.7, "dynatemp_range": None, "min_keep": 0,
     "n_probs": 10, "logprobs": 10, "smoothing_factor": 0, "typical_p": 1, "typical": 1, "mirostat": 0,
-    "repeat_penalty": 1.2, "repetition_penalty": 1.2, "repeat_last_n": 0, "stop": ["\nUser:"], "n_predict": 2,
+    "repeat_penalty": 1.2, "repetition_penalty": 1.2, "repeat_last_n": 0,
+    "stop": [f"\n{name}:" for name in "abcdefghijklmnopqrst"], "n_predict": 2,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ A body is read when a handler asks for it, so one of a request that is refused b
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CODINGS = "gzip, deflate"
+_MARK = codecs.BOM_UTF8  # that some senders put before their JSON
 READ_AT_ONCE_BYTES_MAX = 16 * 1024  # of a body that is there already
 SMALL_BYTES_MAX = 16 * 1024  # of a body of a few fields
 _IDENTITY = ("", "identity")
@@ -120,7 +122,10 @@ class Request(web.Request):
         self._n_counted = 0
 
     async def read(self) -> bytes:
-        """Return the body, unpacked. Works once, since no copy is kept. Raises HttpRefusal, RequestPayloadError."""
+        """Return the body, unpacked and without a mark of its byte order. Works once, since no copy is kept.
+
+        Raises HttpRefusal, RequestPayloadError.
+        """
         return await self.read_at_most(self._link.limits.body_bytes_max)
 
     async def read_at_most(self, n_max: int) -> bytes:
@@ -131,12 +136,12 @@ class Request(web.Request):
         with self.receiving():
             parts = await self._parts(n_max)
         if coding in _IDENTITY:
-            return await joined(parts)
+            return (await joined(parts)).removeprefix(_MARK)
         unpacked = await asyncio.get_running_loop().run_in_executor(self._link.unpacking, unpack, parts, coding, n_max)
         if unpacked is None:
             raise _too_large(n_max)
         self._count(len(unpacked))
-        return unpacked
+        return unpacked.removeprefix(_MARK)
 
     @contextlib.contextmanager
     def receiving(self) -> Iterator[HttpLimits]:

@@ -126,6 +126,16 @@ async def test_packed_bodies_are_unpacked(tokenizer: Tokenizer, coding: str) -> 
     assert (status, json.loads(body)["choices"][0]["text"]) == (200, "hello")
 
 
+@pytest.mark.parametrize("coding", ["identity", "gzip"])
+async def test_a_mark_of_the_byte_order_is_no_part_of_the_json(tokenizer: Tokenizer, coding: str) -> None:
+    """.NET's writers put one before their text."""
+    sent = b"\xef\xbb\xbf" + PROMPT
+    async with serving(tokenizer) as served, connected(served) as (reader, writer):
+        writer.write(asked(gzipped(sent) if coding == "gzip" else sent, f"Content-Encoding: {coding}"))
+        status, _, body = await one(reader)
+    assert (status, json.loads(body)["choices"][0]["text"]) == (200, "hello")
+
+
 BOMB = gzipped(bytes(1 << 21))
 
 

@@ -74,6 +74,7 @@ class Ending:
     min_tokens: int = 0  # before this many tokens none of these ends it
     shows_stop: bool = False  # the string or token is shown
     line_end: LineEnd = ANYWHERE  # counts as its length
+    at_once: bool = False  # before its first token, which is not shown; counts as its length
 
 
 class ChoiceState:
@@ -101,7 +102,7 @@ class ChoiceState:
         self._wants_logprobs = wants_logprobs
         self._wants_tokens = wants_tokens
         # Most answers: text, and nothing that could end one but their last event.
-        may_end = ending.stops or ending.tokens or self._line_end
+        may_end = ending.stops or ending.tokens or self._line_end or ending.at_once
         self._is_plain = not (wants_logprobs or wants_tokens or reader or may_end)
         self._offset_chars = offset_chars
         self.n_tokens = 0  # generated, whether they became text or not
@@ -129,6 +130,9 @@ class ChoiceState:
     def _take(self, event: TokenEvent, elapsed_ns: int) -> Growth:
         self.n_predicted += event.is_predicted
         self.n_cached += event.n_cached
+        if self._ending.at_once:
+            self.n_tokens, self.finish_reason = 0, "length"
+            return Growth(prompt_scores=event.prompt_scores)
         text = ""
         scored: tuple[Scored, ...] = ()
         may_stop = self.n_tokens > self._ending.min_tokens

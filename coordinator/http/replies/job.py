@@ -56,7 +56,12 @@ class Job:
         """Return a fresh state for each choice."""
         form, plan = self.form, self.plan
         ending = Ending(
-            plan.stops, frozenset(plan.stop_tokens), plan.min_tokens, shows_stop=plan.shows_stop, line_end=plan.line_end
+            plan.stops,
+            frozenset(plan.stop_tokens),
+            plan.min_tokens,
+            shows_stop=plan.shows_stop,
+            line_end=plan.line_end,
+            at_once=plan.shows_prompt_alone,
         )
         return [
             ChoiceState(

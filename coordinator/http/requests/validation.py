@@ -68,10 +68,12 @@ def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) 
     n_logprobs = -1 if body.logprobs is None else body.logprobs
     if body.echo and n_logprobs >= 0 and body.stream:
         raise InvalidRequestError.of_field("stream", "not together with echo and logprobs")
-    max_tokens = _limit("max_tokens", body.max_tokens)
+    is_echo_alone = bool(body.echo) and body.max_tokens == 0
+    max_tokens = 1 if is_echo_alone else _limit("max_tokens", body.max_tokens)
     is_open = NO_LIMIT in (max_tokens, body.n_predict)
     default = None if is_open else COMPLETION_TOKENS_DEFAULT
-    return _plan(body, limits, n, max_tokens, default, n_logprobs, random_seed)
+    plan = _plan(body, limits, n, max_tokens, default, n_logprobs, random_seed)
+    return dataclasses.replace(plan, shows_prompt_alone=is_echo_alone)
 
 
 def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:

@@ -61,6 +61,29 @@ async def test_an_echo_with_logprobs_has_those_of_the_prompt_too(tokenizer: Toke
     assert all(rest.startswith(name) for rest, name in zip(shown, logprobs["tokens"], strict=True) if name in texts)
 
 
+async def test_an_echo_without_an_answer_is_the_prompt_alone(tokenizer: Tokenizer) -> None:
+    """As programs ask that score texts."""
+    scored: dict[str, object] = {"max_tokens": 0, "echo": True, "logprobs": 1, "return_token_ids": True}
+    found, request = await asked(tokenizer, "/v1/completions", prompt=["hey", "he"], **scored)
+    first, second = found["choices"]
+    n_prompt = len(request.prompt_tokens)
+    assert (request.max_tokens, first["text"], second["text"]) == (1, "hey", "he")
+    assert first["finish_reason"] == "length"
+    assert first["token_ids"] == []
+    assert first["logprobs"]["token_logprobs"] == [None, *(-float(place) for place in range(1, n_prompt))]
+    assert {len(first["logprobs"][name]) for name in ("tokens", "top_logprobs", "text_offset")} == {n_prompt}
+    assert found["usage"]["completion_tokens"] == 0
+    async with (
+        serving(tokenizer, FakeGenerator(scoring)) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post("/v1/completions", json={"prompt": "hey", "max_tokens": 0, "echo": True, "stream": True}) as reply,
+    ):
+        lines = [line for line in (await reply.text()).split("\n\n") if line]
+    events = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+    assert "".join(event["text"] for event in events) == "hey"
+    assert (events[-1]["finish_reason"], lines[-1]) == ("length", "data: [DONE]")
+
+
 async def test_prompt_logprobs_and_ids_as_vllm_shows_them(tokenizer: Tokenizer) -> None:
     body: dict[str, object] = {"prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 2}
     found, request = await asked(tokenizer, "/v1/completions", prompt="hey", **body)

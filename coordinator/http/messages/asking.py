@@ -33,6 +33,7 @@ _NAMES = {
     "response_format.json_schema": "output_config.format",
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "continue_final_message": "messages",
 }
 
 

@@ -246,6 +246,7 @@ async def test_thinking_is_off_unless_it_is_asked_for(tokenizer: Tokenizer) -> N
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             "tools[0]: only tools with an",
         ),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages: the last message must be"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type: must be one of auto, any, none, tool"),
         ({"mcp_servers": [{}]}, "mcp_servers: not supported"),
         ({"container": "x"}, "container: not supported"),

@@ -185,8 +185,10 @@ def _response_format(body: GenerationBody) -> Shape | None:
     if wanted.type != "json_schema":
         text = 'type must be "text", "json_object" or "json_schema"'
         raise InvalidRequestError.of_field(param, f"{text}, not {wanted.type[:40]!r}")
+    inner = wanted.json_schema.json_schema if wanted.json_schema else Json()
+    schema = _json(f"{param}.schema", wanted.for_object)  # as llama-server's README has it
     param = f"{param}.json_schema"
-    schema = _json(f"{param}.schema", wanted.json_schema.json_schema) if wanted.json_schema else None
+    schema = _json(f"{param}.schema", inner) or schema
     if schema is None:
         raise InvalidRequestError.of_field(param, "needs a schema")
     is_strict = bool(wanted.json_schema and wanted.json_schema.strict)

@@ -74,6 +74,7 @@ GBNF = 'root ::= "a"* end\nend ::= "b"'
         ({"response_format": SCHEMA_FORMAT}, "response_format.json_schema.schema", PEOPLE),
         ({"response_format": {"type": "json_object"}}, "response_format", OBJECTS),
         ({"response_format": {"type": "json_object", "schema": PERSON}}, "response_format.schema", PEOPLE),
+        ({"response_format": {"type": "json_schema", "schema": PERSON}}, "response_format.schema", PEOPLE),
         ({"json_schema": PERSON}, "json_schema", PEOPLE),
         ({"json_schema": LOOSE}, "json_schema", (PEOPLE[0], [*PEOPLE[1], MORE])),
         ({"json_schema": FREE}, "json_schema", ([*PEOPLE[0], MORE, FREE_TWICE], [*PEOPLE[1], NAMED_TWICE])),

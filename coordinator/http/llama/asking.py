@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -24,6 +24,7 @@ from relayline.coordinator.http.llama.settings import (
     sampler_names,
 )
 from relayline.coordinator.http.requests.bodies import (
+    Bias,
     CompletionBody,
     LogprobCount,
     Positive,
@@ -33,8 +34,9 @@ from relayline.coordinator.http.requests.defaults import with_recommended
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.requests.validation import NO_LIMIT
 from relayline.coordinator.text.tokenizer import FillIn, Tokenizer
-from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.bounds import CTX_TOKENS_MAX, LOGIT_BIAS_MAX
 from relayline.wire.common.errors import InvalidRequestError, NotServedError
+from relayline.wire.common.texts import whole_number
 
 PROMPTS_MAX = 1_024  # in one body; fewer fit its choices
 RESPONSE_FIELDS_MAX = 64
@@ -79,6 +81,11 @@ class LlamaBody(CompletionBody, kw_only=True):
 
     prompt: Any = None  # text, token ids, a mixture, {"prompt_string": ...}, or a list of these
     temperature: float | None = None  # below 0 as 0: the likeliest token
+    logit_bias: (
+        Annotated[dict[str, Bias | Literal[False]], Meta(max_length=LOGIT_BIAS_MAX)]  # by ids and by texts
+        | Annotated[list[tuple[int | str, Bias | Literal[False]]], Meta(max_length=LOGIT_BIAS_MAX)]
+        | None
+    ) = None
     n_probs: LogprobCount | None = None
     n_cmpl: Positive | None = None
     return_tokens: bool | None = None
@@ -192,6 +199,8 @@ def _with_defaults(sent: LlamaBody, limits: HttpLimits) -> CompletionBody:
         fields |= _without(sampler_names(given) if isinstance(given, list) else _of_letters(given))
     else:
         fields |= _OFF[ADAPTIVE]
+    if isinstance(sent.logit_bias, dict):
+        fields["logit_bias"] = [(_id_or_text(key), bias) for key, bias in sent.logit_bias.items()]
     fields["temperature"] = max(0.0, fields["temperature"])
     n_probs = sent.n_probs if sent.n_probs is not None else sent.logprobs
     fields["logprobs"] = n_probs or None
@@ -205,6 +214,11 @@ def _with_defaults(sent: LlamaBody, limits: HttpLimits) -> CompletionBody:
     elif sent.max_tokens == NO_LIMIT:
         fields["max_tokens"] = None
     return CompletionBody(**(fields | {"prompt": ""}))
+
+
+def _id_or_text(key: str) -> int | str:
+    found = whole_number(key, len(str(1 << 32)))
+    return key if found is None else found
 
 
 def _of_letters(letters: str) -> list[str]:

@@ -191,6 +191,12 @@ async def test_adaptive_p_acts_where_samplers_name_it(tokenizer: Tokenizer) -> N
     assert (used["adaptive_target"], used["adaptive_decay"], used["samplers"][-1]) == (0.4, 0.8, "adaptive_p")
 
 
+@pytest.mark.parametrize("biases", [{"7": -5, "z": False}, [[7, -5], ["z", False]]])
+async def test_biases_go_by_ids_and_by_texts(tokenizer: Tokenizer, biases: object) -> None:
+    _, (request,) = await asked(tokenizer, "/completion", says(b"y"), prompt="x", logit_bias=biases, n_predict=1)
+    assert dict(request.sampling.logit_bias) == {7: -5, ord("z"): -100.0}
+
+
 async def test_a_dynamic_temperature_goes_with_the_temperature(tokenizer: Tokenizer) -> None:
     asks = {"prompt": "x", "temperature": 1, "dynatemp_range": 0.5, "dynatemp_exponent": 1.5, "n_predict": 1}
     found, (request,) = await asked(tokenizer, "/completion", says(b"y"), **asks)

@@ -158,8 +158,8 @@ def _plan(
         raise _unsupported("web_search_options", "send none")
     shape = shape_of(body)
     _check_lists(body, shape.param if shape else "")
-    if max_tokens is None and body.n_predict not in (None, NO_LIMIT, -2, 0):
-        max_tokens = body.n_predict
+    if max_tokens is None and body.n_predict not in (None, NO_LIMIT, -2):
+        max_tokens = max(1, body.n_predict)  # 0 only reads the prompt; llama-server always picks the first token
     max_tokens = None if max_tokens in (None, NO_LIMIT) else min(max_tokens, _MAX_TOKENS_MAX)
     _check_together(body, shape, max_tokens)
     biases, bias_texts = _biases(body.logit_bias or {})

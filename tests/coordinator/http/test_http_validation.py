@@ -526,6 +526,12 @@ def test_a_limit_of_minus_one_is_the_context(field: str) -> None:
     assert chat_plan(max_completion_tokens=-1, max_tokens=3).max_tokens is None
 
 
+def test_an_n_predict_of_0_reads_the_prompt() -> None:
+    """llama.cpp's web page sends it with a whole chat, so that the next turn begins sooner."""
+    for plan in (completion_plan(n_predict=0), chat_plan(n_predict=0)):
+        assert plan.max_tokens == 1
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("limit", [0, -2])
 def test_other_limits_below_one_are_refused(field: str, limit: int) -> None:

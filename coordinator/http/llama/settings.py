@@ -8,7 +8,7 @@ from typing import Any
 
 from relayline.coordinator.http.requests.bodies import CompletionBody
 from relayline.coordinator.http.requests.plan import Plan
-from relayline.coordinator.http.requests.validation import DRY_BREAKERS, REPEAT_LAST_DEFAULT
+from relayline.coordinator.http.requests.validation import REPEAT_LAST_DEFAULT, dry_texts
 
 # llama-server's defaults, where they differ from those of OpenAI's completions.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -112,7 +112,7 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
             "dry_base": numbers.get("dry_base", 1.75),
             "dry_allowed_length": int(numbers.get("dry_allowed_length", 2)),
             "dry_penalty_last_n": int(numbers.get("dry_penalty_last_n", REPEAT_LAST_DEFAULT)),
-            "dry_sequence_breakers": DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers,
+            "dry_sequence_breakers": dry_texts(body),
             "reasoning_format": "deepseek",
             "mirostat": int(numbers.get("mirostat", 0)),
             "mirostat_tau": numbers.get("mirostat_tau", 5.0),

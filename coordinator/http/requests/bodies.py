@@ -141,7 +141,7 @@ class GenerationBody(_Sampler, kw_only=True):
     grammar: str | None = None
     prediction: Any = None  # read by validation: any error in it concerns the whole field
     # Of other servers; see validation.NEUTRAL.
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: list[str] | str | None = None  # a text: that list as JSON, with or without its brackets
     smoothing_factor: Any = None
     truncate_prompt_tokens: Any = None
     return_tokens_as_token_ids: Any = None

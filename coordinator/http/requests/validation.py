@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.requests.bodies import ChatBody, CompletionBody, GenerationBody, MessageBody
 from relayline.coordinator.http.requests.plan import SEEDS, Plan
@@ -184,7 +186,7 @@ def _plan(
         shows_stop=bool(body.include_stop_str_in_output),
         bad_words=tuple(body.bad_words or ()),
         bias_texts=bias_texts,
-        dry_texts=_dry_texts(body) if "dry_multiplier" in dict(sampling.numbers) else (),
+        dry_texts=dry_texts(body) if "dry_multiplier" in dict(sampling.numbers) else (),
         n_logprobs=n_logprobs,
         n_prompt_logprobs=n_prompt_logprobs,
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
@@ -240,8 +242,17 @@ def _check_together(body: GenerationBody, shape: Shape | None, max_tokens: int |
         raise InvalidRequestError.of_field("stream_options", "only together with stream")
 
 
-def _dry_texts(body: GenerationBody) -> tuple[str, ...]:
-    return tuple(DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
+def dry_texts(body: GenerationBody) -> tuple[str, ...]:
+    """Return what breaks a sequence that repeats. Raises InvalidRequestError."""
+    sent = body.dry_sequence_breakers
+    if isinstance(sent, str):
+        text = sent.strip()
+        try:
+            sent = msgspec.json.decode(text if text.startswith("[") else f"[{text}]", type=list[str])
+        except msgspec.DecodeError:
+            text = 'a text of them is a list in JSON, such as ["\\n", ":"]'
+            raise InvalidRequestError.of_field("dry_sequence_breakers", text) from None
+    return tuple(DRY_BREAKERS if sent is None else sent)
 
 
 def _choices(body: GenerationBody, limits: HttpLimits) -> int:

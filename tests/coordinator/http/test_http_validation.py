@@ -505,12 +505,28 @@ def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, An
         ({"logit_bias": [[-1, 5]]}, "logit_bias: -1 is not a token id"),
         ({"logit_bias": [[1, True]]}, "logit_bias"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": "a, b"}, "dry_sequence_breakers: a text of them is a list"),
     ],
 )
 def test_sampler_fields_that_cannot_be_kept_are_refused(sent: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(text)) as caught:
         completion_plan(**sent)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("sent", "breakers"),
+    [
+        (["a", "\n"], ("a", "\n")),
+        ('["\\n", ":", "\\"", "*"]', ("\n", ":", '"', "*")),  # as SillyTavern sends it, and the next as ooba shows it
+        ('"\\n", ":"', ("\n", ":")),
+        ("", ()),
+        (None, validation.DRY_BREAKERS),
+    ],
+)
+def test_forms_of_sequence_breakers(sent: object, breakers: tuple[str, ...]) -> None:
+    assert completion_plan(dry_sequence_breakers=sent).dry_texts == ()
+    assert completion_plan(dry_sequence_breakers=sent, dry_multiplier=0.8).dry_texts == tuple(breakers)
 
 
 def test_forms_of_logit_bias() -> None:

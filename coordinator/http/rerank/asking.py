@@ -49,9 +49,17 @@ class RerankBody(Struct, kw_only=True):
 class ScoreBody(Struct, kw_only=True):
     """POST /v1/score, as vLLM has it: one text against several, or as many pairs as there are texts."""
 
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    items: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
     model: str | None = None
+
+
+_SCORED = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))  # vLLM's names
 
 
 class RankOptions(Struct):
@@ -106,16 +114,23 @@ def read_score(raw: bytes | bytearray) -> ScoreBody:
 
 def scored_pairs(body: ScoreBody) -> list[Pair]:
     """Return the pairs of a body. Raises InvalidRequestError."""
-    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    names = [f"text_1[{at}]" for at in range(len(first))] if len(first) > 1 else ["text_1"]
-    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    one, other = next((each for each in _SCORED if getattr(body, each[1]) is not None), _SCORED[0])
+    first, second = _several(body, one), _several(body, other)
+    names = [f"{one}[{at}]" for at in range(len(first))] if len(first) > 1 else [one]
     if len(first) == 1:
         first, names = first * len(second), names * len(second)
     if len(first) != len(second):
-        text = f"{counted(len(second), 'text')} for {len(first)} in text_1; send as many, or one text_1"
-        raise InvalidRequestError.of_field("text_2", text)
+        text = f"{counted(len(second), 'text')} for {len(first)} in {one}; send as many, or one {one}"
+        raise InvalidRequestError.of_field(other, text)
     texts = enumerate(zip(first, second, names, strict=True))
-    return [Pair(query, document, f"text_2[{at}]", name) for at, (query, document, name) in texts]
+    return [Pair(query, document, f"{other}[{at}]", name) for at, (query, document, name) in texts]
+
+
+def _several(body: ScoreBody, name: str) -> list[str]:
+    sent: str | list[str] | None = getattr(body, name)
+    if sent is None:
+        raise InvalidRequestError.of_field(name, "required field is missing")
+    return [sent] if isinstance(sent, str) else sent
 
 
 def _cut(pair: Pair, tokenizer: Tokenizer, n_max: int) -> str:

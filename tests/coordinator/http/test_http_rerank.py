@@ -132,6 +132,19 @@ async def test_pairs_are_scored_in_their_order(tokenizer: Tokenizer, path: str) 
     assert len(found["data"]) == 1
 
 
+@pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+async def test_scores_have_other_names_for_their_texts(tokenizer: Tokenizer, names: tuple[str, str]) -> None:
+    """As vLLM has had them since text_1 and text_2."""
+    _, generator = await asked(tokenizer, "/v1/score", **{names[0]: "a", names[1]: ["cc", "d"]})
+    _, usual = await asked(tokenizer, "/v1/score", text_1="a", text_2=["cc", "d"])
+    prompts = [[request.prompt_tokens for request in each.requests] for each in (generator, usual)]
+    assert prompts[0] == prompts[1]
+    found, _ = await asked(tokenizer, "/v1/score", 400, **{names[1]: ["cc", "d"]})
+    assert found["error"]["message"] == f"{names[0]}: required field is missing"
+    found, _ = await asked(tokenizer, "/v1/score", 400)
+    assert found["error"]["param"] == "text_1"
+
+
 async def test_a_placeholder_in_a_text_stays_as_it_is(tokenizer: Tokenizer) -> None:
     _, generator = await asked(tokenizer, "/v1/rerank", query="{document}", documents=["{query}"])
     wanted = tokenizer.encode("<|im_start|>Q {document} D {query}<|im_end|>", add_special=False)

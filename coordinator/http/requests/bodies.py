@@ -185,8 +185,15 @@ class MessageBody(Struct, kw_only=True, omit_defaults=True):
     content: str | Annotated[list[Any], Meta(max_length=PARTS_MAX)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None  # what vLLM and OpenRouter call it
     tool_calls: Annotated[list[Any], Meta(max_length=CALLS_MAX)] | None = None
     tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        """Give the thoughts the name by which templates know them."""
+        if isinstance(self.reasoning, str) and self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
+        self.reasoning = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -488,6 +489,20 @@ async def test_reasoning_is_a_field_next_to_the_answer(template: str, opening: s
         message = (await ask(tools=None, extra_body={"reasoning_format": "none"})).choices[0].message
         assert message.content == text
         assert not hasattr(message, "reasoning_content")
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        ({"reasoning": "a"}, {"reasoning_content": "a"}),
+        ({"reasoning": "a", "reasoning_content": "b"}, {"reasoning_content": "b"}),
+        ({"reasoning": {"text": "a"}}, {}),
+    ],
+)
+def test_thoughts_of_earlier_turns_may_have_another_name(sent: dict[str, Any], read: dict[str, Any]) -> None:
+    turn = {"role": "assistant", "content": "x"}
+    messages = body_of(messages=[USER, turn | sent, USER]).messages
+    assert msgspec.to_builtins(messages[1]) == turn | read  # which templates get
 
 
 async def test_a_model_that_marks_no_thoughts_keeps_its_text(tokenizer: Tokenizer) -> None:

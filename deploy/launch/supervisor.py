@@ -307,12 +307,10 @@ class Supervisor:
         if known is HostState.WAITING and was is not HostState.WAITING:
             known = HostState.LOST  # a restarted coordinator has not seen it yet
         details = {
-            HostState.READY: "",
-            **dict.fromkeys(RESTING, ""),
             HostState.WAITING: "has not joined yet",
             HostState.LOST: "start it there again if it has ended",
         }
-        changes = {"state": known, "address": address, "detail": details.get(known, known.value)}
+        changes = {"state": known, "address": address, "detail": details.get(known, "")}
         if address and self.board[name].host == NOT_SEEN:  # its host was unknown until now
             changes["host"] = host_of(address)
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")

@@ -496,6 +496,20 @@ async def test_restarts_of_a_stage_on_another_host_are_counted(tmp_path: Path) -
         assert [event["restarts"] for event in emitted if event["event"] == "process"] == [0, 0, 2]
 
 
+async def test_the_detail_of_a_stage_on_another_host_does_not_say_its_state_again(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    with directory.locked("four"):
+        plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
+        supervisor = Supervisor(plan, directory, lambda _: None)
+        supervisor._coordinator.log.close()
+        name, details = plan.remote[0].name, {}
+        for state in ("waiting", "starting", "measuring", "fetching", "loading", "ready", "spare", "lost"):
+            supervisor._on_event({"event": "stage", "name": name, "state": state, "address": "", "process": "a"})
+            details[state] = supervisor.board[name].detail
+    told = {state: text for state, text in details.items() if text}
+    assert told == {"waiting": "has not joined yet", "lost": "start it there again if it has ended"}
+
+
 async def test_stages_of_other_hosts_that_leave_at_a_planned_end_are_not_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -284,7 +284,7 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
     del entry["start_ticks"]
     entry["uptime_s"] = round(age_s(process), 1) if process is not None and lives else None
     entry["layers"] = live.get("layers") if live is not None else None
-    entry["last_heard_s"] = live.get("last_heard_s") if live is not None else None
+    entry["last_heard_s"] = _last_heard_s(live) if live is not None else None
     if not lives:
         entry["pid"] = None
         if not is_supervised and record.state is not HostState.FAILED:
@@ -312,6 +312,12 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
     elif live is not None and (relay := live.get("relay")) is not None and not entry["detail"]:
         entry["detail"] = "through the relay" if relay["connected"] else "its tunnel to the relay is broken"
     return entry
+
+
+def _last_heard_s(live: dict[str, Any]) -> float | None:
+    """Return how long ago a stage was heard. One without layers has no heartbeats, but a moment at which it left."""
+    heard_s: float | None = live.get("last_heard_s")
+    return live.get("state_s") if heard_s is None and live.get("state") == HostState.LOST else heard_s
 
 
 def _away_text(live: dict[str, Any]) -> str:

@@ -181,15 +181,17 @@ function machineRow() {
 function showIdle(row, stage, state) {
   row.stage = stage;
   const isHere = stage.here !== false;
-  const [kind, word, meaning] = isHere && IDLE[stage.state] ? IDLE[stage.state] : ["warn", isHere ? stage.state : `${stage.state}, not here`, ""];
+  const isLost = stage.state === "lost";
+  const [kind, word, meaning] = isHere && IDLE[stage.state] ? IDLE[stage.state] : ["warn", isHere || isLost ? stage.state : `${stage.state}, not here`, ""];
   row.dot.className = `dot ${kind}`;
   row.element.className = "idle-row";
   say(row.name, stage.name);
   say(row.word, word);
   row.word.title = meaning || "";
-  showHost(row, hostText(stage) || "not here yet");
+  showHost(row, hostText(stage) || (stage.state === "waiting" ? "not here yet" : "gone"));
   say(row.cells[2], none);
   row.cells[4].replaceChildren();
+  say(row.cells[11], isLost ? ago(stage.state_s) : "");
   showStageButton(row.act, stage, state);
 }
 

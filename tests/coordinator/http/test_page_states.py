@@ -93,6 +93,20 @@ async def test_a_lost_stage_is_told_in_whole_sentences(page: tuple[World, Tab]) 
     await tab.until(f"{NOTICE}.innerText.includes('is lost: stage 0 reports that 10.0.0.2:50051 has not answered')")
 
 
+async def test_a_stage_without_layers_that_is_lost_is_not_one_that_never_came(page: tuple[World, Tab]) -> None:
+    world, tab = page
+    away: dict[str, object] = {"here": False, "drained": False, "spare": False}
+    lost = away | {"name": "old", "state": "lost", "state_s": 70.0}
+    world.generator.more = {"idle": [lost, away | {"name": "next", "state": "waiting", "state_s": 70.0}]}
+    await tab.go(f"{world.url}/")
+    rows = "[...document.querySelectorAll('tr.idle-row')].map((row) => [0, 1, 11].map((at) => row.cells[at].innerText))"
+    assert await tab.until(f"{rows}.length === 2 && {rows}") == [
+        ["old lost", "gone", "70 s ago"],
+        ["next waiting, not here", "not here yet", ""],
+    ]
+    assert tab.problems == []
+
+
 @pytest.mark.parametrize("is_dark", [False, True])
 async def test_a_table_that_goes_on_beyond_the_edge_of_a_phone_says_so(
     page: tuple[World, Tab], *, is_dark: bool

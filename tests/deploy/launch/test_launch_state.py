@@ -529,6 +529,17 @@ def test_status_says_why_a_stage_that_left_could_not_go_on(tmp_path: Path, coord
     assert row.endswith(f"other stages take over its layers in 27 s; it ended: {why}")
 
 
+def test_status_says_since_when_a_stage_is_lost_whose_layers_others_hold(tmp_path: Path, coordinator: str) -> None:
+    idle = {"name": "stage-0", "state": "lost", "state_s": 70.4, "here": False}
+    live = {"phase": "ready", "phase_s": 1.0, "running": 0, "waiting": 0, "stages": [], "idle": [idle]}
+    Answers.answers = {"/v1/pipeline": (200, live), "/health": (200, {"status": "ready"})}
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert "1 min 10 s ago" in row
+    idle["state"] = "waiting"
+    (row,) = (line for line in _status_text(described(tmp_path, coordinator)).splitlines() if "stage-0" in line)
+    assert "ago" not in row, "it never came"
+
+
 def test_status_shows_how_far_a_fetch_of_next_layers_is(tmp_path: Path, coordinator: str) -> None:
     fetch = {"done_bytes": 12 * 10**8, "total_bytes": 34 * 10**8, "trouble": ""}
     live = {"phase": Phase.READY.value, "phase_s": 1.0, "running": 0, "waiting": 0,

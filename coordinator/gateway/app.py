@@ -23,7 +23,7 @@ from relayline.coordinator.gateway.forward import (
     Outgoing,
 )
 from relayline.coordinator.gateway.links import Links
-from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
+from relayline.coordinator.gateway.metrics import PIPELINE, gateway_metrics
 from relayline.coordinator.gateway.model_handlers import ModelHandlers
 from relayline.coordinator.gateway.page import OPEN, PREFIX, gateway_page
 from relayline.coordinator.gateway.peek import Asked, peek
@@ -51,9 +51,9 @@ _HINT = f"name a pipeline: {PREFIX}/NAME{{path}}; GET /v1/pipeline lists them"
 class Gateway:
     """The handlers."""
 
-    def __init__(self, links: Links, forwarder: Forwarder, metrics: GatewayMetrics, models: ModelHandlers) -> None:
-        self._links, self._router, self.forwarder, self._metrics = links, links.router, forwarder, metrics
-        self._models = models
+    def __init__(self, links: Links, forwarder: Forwarder, models: ModelHandlers) -> None:
+        self._links, self._router, self.forwarder = links, links.router, forwarder
+        self._models, self._metrics = models, gateway_metrics(links.router)
         self.is_draining = False
         self._parsing: ProcessPoolExecutor | None = None
 
@@ -148,7 +148,7 @@ class Gateway:
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus."""
         encode, content_type = choose_encoder(request.headers.get(hdrs.ACCEPT, ""))
-        return web.Response(body=encode(self._metrics.registry), headers={hdrs.CONTENT_TYPE: content_type})
+        return web.Response(body=encode(self._metrics), headers={hdrs.CONTENT_TYPE: content_type})
 
     # --- passed on ---
 
@@ -286,10 +286,9 @@ def _check_asked(request: web.Request, asked: Asked) -> None:
 def make_gateway(links: Links, limits: HttpLimits | None = None) -> tuple[web.Application, Gateway]:
     """Return the application of a gateway, and its handlers. Serve it with `http.edge.server.start_http`."""
     limits = limits or HttpLimits()
-    metrics = GatewayMetrics(links.router)
-    forwarder = Forwarder(links, metrics, limits.write_timeout_s)
+    forwarder = Forwarder(links, limits.write_timeout_s)
     models = ModelHandlers(forwarder, limits)
-    gateway = Gateway(links, forwarder, metrics, models)
+    gateway = Gateway(links, forwarder, models)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[errors_in_form, errors_as_json])
     app[LIMITS] = limits
     files = {path: file for path, file in read_files().items() if path != "/"}

@@ -23,7 +23,6 @@ from multidict import CIMultiDict
 from relayline.coordinator.gateway.bounds import ID_BYTES_MAX, PIECE_BYTES, REFUSAL_BYTES_MAX, TRIES_MAX
 from relayline.coordinator.gateway.gate import PipelineLostError, wakes
 from relayline.coordinator.gateway.links import Link, Links, is_refused
-from relayline.coordinator.gateway.metrics import GatewayMetrics
 from relayline.coordinator.gateway.peek import Asked
 from relayline.coordinator.gateway.router import LOST, Backend, maybe_at, no_replica
 from relayline.coordinator.http.edge.body import Request
@@ -92,8 +91,8 @@ class _LostError(Exception):
 class Forwarder:
     """Sends requests to the pipelines of one gateway."""
 
-    def __init__(self, links: Links, metrics: GatewayMetrics, write_timeout_s: float) -> None:
-        self.links, self._metrics = links, metrics
+    def __init__(self, links: Links, write_timeout_s: float) -> None:
+        self.links = links
         self._write_timeout_s = write_timeout_s
         self._numbers = itertools.count()
         self._ended = asyncio.Event()  # some request has
@@ -139,7 +138,7 @@ class Forwarder:
             if isinstance(found, web.StreamResponse):
                 return found
             refusal = found or refusal
-            self._metrics.retries.labels(backend.name).inc()
+            backend.n_retried += 1
 
     async def to_one(self, request: web.Request, link: Link, outgoing: Outgoing) -> web.StreamResponse:
         """Answer from this pipeline. Raises NotReadyError where it does not answer."""
@@ -241,7 +240,7 @@ class Forwarder:
             self._note_trouble(link, error)
             if answering.response is None:
                 raise _LostError from None
-            self._metrics.broken.labels(backend.name).inc()
+            backend.n_broken += 1
             log.warning("pipeline %s: %s in the middle of an answer [%s]", backend.name, problem, request_id(request))
             return await answering.cut(StageLostError(f"pipeline {backend.name}: {problem}; send the request again"))
         finally:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from relayline.coordinator.gateway.router import Health, Router
@@ -15,14 +15,13 @@ PREFIX = "relayline_gateway_"
 
 
 class _Backends:
-    """The router's present knowledge."""
+    """The router's present knowledge. A figure goes with its pipeline."""
 
-    def __init__(self, router: Router, counters: Sequence[Counter]) -> None:
-        """counters: those that count by pipeline. A counter's first count is only seen if it was 0 before."""
-        self._router, self._counters = router, counters
+    def __init__(self, router: Router) -> None:
+        self._router = router
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family for each figure."""
+        """Yield one family for each figure. Counters begin at 0: Prometheus sees no increase in a first value."""
         gauge = functools.partial(GaugeMetricFamily, labels=[PIPELINE])
         counter = functools.partial(CounterMetricFamily, labels=[PIPELINE])
         up = gauge(f"{PREFIX}pipeline_up", "Whether the pipeline gets requests")
@@ -34,7 +33,10 @@ class _Backends:
         waiting = gauge(f"{PREFIX}requests_waiting", "Requests that wait until the pipeline may wake (awakeMax)")
         waited = counter(f"{PREFIX}requests_waited", "Requests that had to wait until the pipeline may wake")
         swaps = counter(f"{PREFIX}swaps", "How often the pipeline was put to sleep for another one")
-        for backend in self._router.backends:
+        retries = counter(f"{PREFIX}retries", "Requests that another replica got after this one failed")
+        broken = counter(f"{PREFIX}broken_answers", "Answers cut short because their pipeline was lost")
+        # One that is replaced has the name of its successor, which comes later, until its requests have ended.
+        for backend in {each.name: each for each in self._router.backends}.values():
             label = [backend.name]
             up.add_metric(label, float(backend.health is Health.READY))
             outstanding.add_metric(label, backend.n_outstanding)
@@ -46,22 +48,14 @@ class _Backends:
             waiting.add_metric(label, counts.n_waiting)
             waited.add_metric(label, counts.n_waited)
             swaps.add_metric(label, counts.n_sleeps)
-            for each in self._counters:
-                each.labels(backend.name)
-        yield from (up, outstanding, others, work, sent, asleep, waiting, waited, swaps)
+            retries.add_metric(label, backend.n_retried)
+            broken.add_metric(label, backend.n_broken)
+        yield from (up, outstanding, others, work, sent, asleep, waiting, waited, swaps, retries, broken)
 
 
-class GatewayMetrics:
-    """Counters of one gateway."""
-
-    def __init__(self, router: Router) -> None:
-        self.retries = Counter(
-            f"{PREFIX}retries", "Requests that another replica got after this one failed", [PIPELINE], registry=None
-        )
-        self.broken = Counter(
-            f"{PREFIX}broken_answers", "Answers cut short because their pipeline was lost", [PIPELINE], registry=None
-        )
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        for collector in (_Backends(router, (self.retries, self.broken)), self.retries, self.broken):
-            self.registry.register(collector)
+def gateway_metrics(router: Router) -> CollectorRegistry:
+    """Return the figures of one gateway, and of its process."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(_Backends(router))
+    return registry

@@ -95,6 +95,8 @@ class Backend:
         self.n_others = 0  # requests there that are not this gateway's, when it was last heard
         self.heard_ns = 0
         self.n_sent = 0  # requests in all
+        self.n_retried = 0  # that another replica got after this one failed
+        self.n_broken = 0  # whose answers were cut short, because this one was lost
         self._started_unix_s = 0
         self._outstanding: dict[int, _Request] = {}
         self._known: OrderedDict[bytes, None] = OrderedDict()  # sent there longest ago first

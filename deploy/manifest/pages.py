@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-from relayline.coordinator.gateway.metrics import GatewayMetrics
+from relayline.coordinator.gateway.metrics import gateway_metrics
 from relayline.coordinator.gateway.router import Router
 from relayline.coordinator.observe.metrics import Described
 from relayline.coordinator.observe.request_metrics import RequestMetrics
@@ -118,7 +118,7 @@ def metrics_text() -> str:
         ending = "_total" if kind == "counter" else ""
         rows += [(f"`{each.name}{ending}`", kind, _unit(each.name), each.label, each.help) for each in found]
     coordinator = _families(Described(EXAMPLE), RequestMetrics("").registry)
-    gateway = _families(GatewayMetrics(Router([""])).registry)
+    gateway = _families(gateway_metrics(Router([""])))
     parts = (METRICS_HEAD, _table(rows), COORDINATOR_HEAD, _metrics(coordinator), GATEWAY_HEAD, _metrics(gateway))
     return "\n".join(parts)
 

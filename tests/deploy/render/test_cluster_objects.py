@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from relayline.coordinator.gateway.metrics import GatewayMetrics
+from relayline.coordinator.gateway.metrics import gateway_metrics
 from relayline.coordinator.gateway.router import Router
 from relayline.deploy.manifest import load_manifest, parse_manifest
 from relayline.deploy.manifest.load import ManifestError
@@ -170,7 +170,7 @@ def test_prometheus_reads_the_pods_ports(files: dict[str, str]) -> None:
 
 def test_alerts_ask_for_metrics_that_exist() -> None:
     known = {value for key, value in vars(names).items() if key.startswith("METRIC_")}
-    known |= {family.name for family in GatewayMetrics(Router(["chat"])).registry.collect()}
+    known |= {family.name for family in gateway_metrics(Router(["chat"])).collect()}
     rules = [rule for group in observability.alert_rules()["groups"] for rule in group["rules"]]
     assert len(rules) >= 6
     for rule in rules:

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from relayline.coordinator.gateway.metrics import GatewayMetrics
+from relayline.coordinator.gateway.metrics import gateway_metrics
 from relayline.coordinator.gateway.router import Router
 from relayline.wire.telemetry import names
 
@@ -42,7 +42,7 @@ def constants(*prefixes: str) -> dict[str, str]:
 
 
 def metrics() -> set[str]:
-    gateway = {family.name for family in GatewayMetrics(Router(["a"])).registry.collect()}
+    gateway = {family.name for family in gateway_metrics(Router(["a"])).collect()}
     return set(constants("METRIC_").values()) | {name for name in gateway if not name.startswith("process_")}
 
 

@@ -40,7 +40,7 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
     from relayline.deploy.doctor.examine import examine_machine, examine_manifest
     from relayline.deploy.doctor.gateway import examine_gateway
     from relayline.deploy.launch.context import with_usual_context
-    from relayline.deploy.launch.control import launched
+    from relayline.deploy.launch.control import by_name
     from relayline.deploy.launch.gateway.beside import with_contexts
     from relayline.deploy.launch.gateway.pipelines import pipelines_behind
     from relayline.deploy.launch.here import at_home
@@ -55,13 +55,11 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
         gateway = load_gateway(manifest)
         prepared = [each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)]
         pipelines = tuple(with_contexts(gateway, prepared))
-        known = {one.state.name: one for one in launched(None)}
-        findings = asyncio.run(examine_gateway(gateway, pipelines, known, timeout, deep=deep))
+        findings = asyncio.run(examine_gateway(gateway, pipelines, by_name(manifest), timeout, deep=deep))
     else:
         loaded = at_home(with_usual_lanes(load_manifest(manifest)))
         loaded = with_usual_context(loaded, open_context(loaded.spec))
-        same = next((one for one in launched(None) if one.state.name == loaded.name), None)
-        findings = asyncio.run(examine_manifest(loaded, same, timeout, deep=deep))
+        findings = asyncio.run(examine_manifest(loaded, by_name(manifest).get(loaded.name), timeout, deep=deep))
     if as_json:
         click.echo(
             json.dumps([dataclasses.asdict(found) | {"outcome": found.outcome.value} for found in findings], indent=2)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.deploy.cli.console_http import KEY_VARIABLE
 from relayline.deploy.cli.options import FloatRange, IntRange, Line, is_given
 from relayline.deploy.cli.paths import FileToRead, Target
 from relayline.deploy.cli.setting_flags import manifest_changes, setting_options
@@ -107,20 +108,25 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
         else:
             plan_report.show(plan)
         return
-    name = "" if url else loaded.name
-    _compare(plan, url or _url_of(loaded), name, seconds, bench, as_json=as_json)
+    key = os.environ.get(KEY_VARIABLE, "") if url else _key_here(loaded.name, Path(target))
+    _compare(plan, url or _url_of(loaded), key, seconds, bench, as_json=as_json)
 
 
-def _compare(plan: Plan, url: str, name: str, seconds: float, bench: Path | None, *, as_json: bool) -> None:
-    """Show a plan beside what its running pipeline measures in so many seconds, and a bench's output beside both.
+def _key_here(name: str, manifest: Path) -> str:
+    """Return an API key of the pipeline of that name on this machine, or of the environment; empty for none."""
+    from relayline.deploy.launch.control import by_name, key_of
 
-    `name`: see `_looks`.
-    """
+    found = by_name(manifest).get(name)
+    return os.environ.get(KEY_VARIABLE, "") if found is None else key_of(found)
+
+
+def _compare(plan: Plan, url: str, key: str, seconds: float, bench: Path | None, *, as_json: bool) -> None:
+    """Show a plan beside what its running pipeline measures in so many seconds, and a bench's output beside both."""
     from relayline.deploy.planning import compare as plan_compare
     from relayline.deploy.planning import report as plan_report
 
     lines = [] if bench is None else plan_compare.read_bench(bench)
-    before, after, wall_s = asyncio.run(_looks(url, name, seconds))
+    before, after, wall_s = asyncio.run(_looks(url, key, seconds))
     figures = plan_compare.compare(plan, before, after, wall_s, lines)
     if as_json:
         click.echo(json.dumps({"plan": plan_report.as_json(plan), "compare": plan_compare.as_json(figures)}))
@@ -219,16 +225,10 @@ def _url_of(manifest: Manifest) -> str:
     return f"{'http' if http.tls is None else 'https'}://{address_of(host, http.port)}"
 
 
-async def _looks(url: str, name: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """Look at GET /v1/pipeline twice; returns both answers and the seconds between them.
+async def _looks(url: str, key: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Look at GET /v1/pipeline twice; returns both answers and the seconds between them."""
+    from relayline.deploy.cli.console_http import Coordinator
 
-    `name`: of a pipeline of this machine, for its API key.
-    """
-    from relayline.deploy.cli.console_http import KEY_VARIABLE, Coordinator
-    from relayline.deploy.launch.control import key_of, launched
-
-    found = next((one for one in launched(None, name) if one.state.name == name), None) if name else None
-    key = os.environ.get(KEY_VARIABLE, "") if found is None else key_of(found)
     async with Coordinator(url, key) as coordinator:
         before, began_s = await coordinator.get("/v1/pipeline", COMPARED), time.monotonic()
         if not seconds:

@@ -143,6 +143,15 @@ def _begun_with(given: str, found: list[Launched]) -> list[Launched]:
     return [each for each in found if each.is_running and each.state.manifest == str(Path(given).absolute())]
 
 
+def by_name(manifest: Path) -> dict[str, Launched]:
+    """Return the pipelines of this machine by name. Of several with one name it is the one that runs and was started
+    with this manifest, else one that runs, else the one that ran last.
+    """
+    own = str(manifest.absolute())
+    found = sorted(launched(None), key=lambda one: (one.is_running, one.state.manifest == own, one.directory.stored_ns))
+    return {one.state.name: one for one in found}
+
+
 def gateway_over(pipeline: Launched) -> str | None:
     """Return the name of the gateway that runs a pipeline, None for none."""
     own = pipeline.state.supervisor_pid

@@ -26,12 +26,15 @@ from relayline.deploy.cli.bench import bursts_line, verdict
 from relayline.deploy.cli.cache import cache_command
 from relayline.deploy.cli.completion import SHELLS
 from relayline.deploy.cli.console_http import DEFAULT_URL, key_option, url_option
+from relayline.deploy.cli.doctor import doctor_command
 from relayline.deploy.cli.load import Summary
 from relayline.deploy.cli.main import COMMANDS, grouped, nearest, relayline
 from relayline.deploy.cli.sections import TITLES
+from relayline.deploy.doctor import examine
+from relayline.deploy.doctor.report import Finding, Outcome
 from relayline.deploy.launch.cached import kept_downloads
 from relayline.deploy.launch.checks import warn_of_context
-from relayline.deploy.launch.control import find, launched
+from relayline.deploy.launch.control import Launched, find, launched
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import (
     ELSEWHERE,
@@ -43,6 +46,7 @@ from relayline.deploy.launch.state import (
     state_root,
 )
 from relayline.deploy.launch.tell import curl_of
+from relayline.deploy.manifest import Manifest
 from relayline.deploy.models.kept_layers import keeper
 from relayline.deploy.models.splits import split_for, split_place
 from relayline.deploy.planning import compare
@@ -60,8 +64,9 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def running_here(
-    name: str, path: Path | None = None, url: str = "http://127.0.0.1:7", pid: int = 0, behind: tuple[str, ...] = ()
-) -> StateDir:
+    name: str, path: Path | None = None, url: str = "http://127.0.0.1:7", pid: int = 0, behind: tuple[str, ...] = (),
+    manifest: Path | None = None,
+) -> StateDir:  # fmt: skip
     """Note a pipeline whose supervisor is this process, or one of another start time for `pid`."""
     directory = StateDir(path or state_root() / name)
     me = identify(os.getpid())
@@ -70,7 +75,14 @@ def running_here(
         ticks = me.start_ticks if not pid else me.start_ticks - 1
         records = tuple(ProcessRecord(each, "pipeline", "localhost", HostState.READY) for each in behind)
         state = LaunchState(
-            STATE_VERSION, name, f"/{name}.yaml", Phase.READY, me.pid, ticks, url=url, processes=records
+            STATE_VERSION,
+            name,
+            str(manifest or f"/{name}.yaml"),
+            Phase.READY,
+            me.pid,
+            ticks,
+            url=url,
+            processes=records,
         )
         directory.store(state)
         register(directory.path)
@@ -128,6 +140,34 @@ def test_of_two_with_one_name_that_have_ended_the_last_one_is_meant(tmp_path: Pa
     found = find("same", None)
     assert found is not None
     assert found.directory.path == last.path
+
+
+def test_a_doctor_visits_the_one_that_was_started_with_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, visited = tmp_path / "same.yaml", list[Launched | None]()
+
+    async def visit(_: Manifest, one: Launched | None, *__: object, **___: object) -> list[Finding]:
+        visited.append(one)
+        return [Finding("x", Outcome.OK, "y")]
+
+    def visits() -> Path | None:
+        done = CliRunner().invoke(doctor_command, [str(manifest)])
+        assert done.exit_code == 0, done.output
+        one = visited.pop()
+        return one.directory.path if one is not None else None
+
+    monkeypatch.setattr(examine, "examine_manifest", visit)
+    manifest.write_text("apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: same}\n"
+                        "spec: {model: {path: m.gguf}}\n")  # fmt: skip
+    assert visits() is None
+    running_here("same", pid=1)
+    assert visits() == state_root() / "same", "it ran last"
+    other = running_here("same", tmp_path / "other")
+    assert visits() == other.path, "it runs"
+    own = running_here("same", tmp_path / "own", manifest=manifest)
+    running_here("same", tmp_path / "third")
+    assert visits() == own.path
 
 
 def test_a_gateway_stands_for_the_pipelines_that_it_started() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +29,23 @@ def width_of_terminal() -> int | None:
 def console_of_stdout() -> Console:
     """Return what prints tables to stdout."""
     return Console(width=width_of_terminal())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trimmed:
+    """Something to print, such as a table, without the blanks at the ends of its lines."""
+
+    inner: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Yield the lines."""
+        for line in console.render_lines(self.inner, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                last = line.pop()
+                yield from (*line, Segment(last.text.rstrip(), last.style, last.control))
+            yield Segment.line()
 
 
 def hung(text: str, width: int, indent: str) -> str:
@@ -59,7 +78,7 @@ def fitted(
     folds: Mapping[str, int] | None = None,
     left: Collection[str] = (),
     gap: int = WIDE_GAP,
-) -> Table:
+) -> Trimmed:
     """Return a table for `width` cells, of unlike headings and of rows with markup.
 
     Where it is too wide, headings take a line for each word and columns come closer. Then the columns of `left_out` go,
@@ -86,7 +105,7 @@ def fitted(
         )
     for row in rows:
         table.add_row(*(row[at] for at, _ in shown))
-    return table
+    return Trimmed(table)
 
 
 def _tries(

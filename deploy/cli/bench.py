@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import click
-from rich.table import Table
 
 from relayline.deploy.cli import load
 from relayline.deploy.cli.console_http import (
@@ -26,7 +25,7 @@ from relayline.deploy.cli.console_http import (
     unanswered,
 )
 from relayline.deploy.cli.options import FloatRange, IntRange, Line, Name, is_given
-from relayline.deploy.tables import console_of_stdout, fitted
+from relayline.deploy.tables import Trimmed, console_of_stdout, fitted
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
 
@@ -231,7 +230,7 @@ async def _model(session: aiohttp.ClientSession, url: str) -> str:
         raise StartError(f"{url} does not answer as an OpenAI-compatible server ({error})") from error
 
 
-def bench_table(summaries: list[tuple[str, load.Summary]], width: int) -> Table:
+def bench_table(summaries: list[tuple[str, load.Summary]], width: int) -> Trimmed:
     """Return the figures of loads as a table for a terminal of this width. Pure."""
     rows = []
     for name, summary in summaries:

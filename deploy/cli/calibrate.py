@@ -132,6 +132,6 @@ def _show(console: Console, title: str, curve: CostCurve, rows_max: int) -> None
     bar = "ms per row, as a bar"
     columns = ("rows", "ms per step", "ms per row", "rows/s", "runs as", bar)
     table = fitted(console.width, columns, rows, left_out=(bar, "rows/s"), left=(bar,))
-    table.title, table.title_justify = title, "left"
+    console.print(title, style="italic")
     console.print(table)
     console.print()

@@ -25,6 +25,7 @@ from relayline.deploy.models.model_source import check_here, is_on_hub, local_mo
 from relayline.deploy.models.progress import progress_bar
 from relayline.deploy.models.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
+from relayline.deploy.tables import Trimmed, console_of_stdout
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.texts import counted, layer_range
 from relayline.wire.common.units import bytes_text
@@ -65,7 +66,7 @@ def inspect_command(model: str, as_json: bool) -> None:
             named = {} if not shown.download_bytes else {"path": model}
             click.echo(json.dumps(facts_as_json(facts) | named, indent=2))
             return
-        _print_facts(facts, Console())
+        _print_facts(facts, console_of_stdout())
         if shown.note:
             click.echo(shown.note)
 
@@ -251,7 +252,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
     table.add_column(overflow="fold")
     for name, text in rows.items():
         table.add_row(name, _plain(text))
-    console.print(table)
+    console.print(Trimmed(table))
     for line in recommended.ignored:
         console.print(_plain(line), soft_wrap=True)
     if facts.refusal is not None:
@@ -330,7 +331,7 @@ def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -
     for stage in pipeline.stages:
         layers = layer_range(stage.layer_start, stage.layer_end)
         table.add_row(str(stage.index), layers, bytes_text(stage.size_bytes), stage.file)
-    console = Console()
-    console.print(table)
+    console = console_of_stdout()
+    console.print(Trimmed(table))
     state = "already there; nothing written" if unchanged else "written"
     console.print(_plain(f"{out_dir}: {counted(len(pipeline.stages), 'stage')} {state}"), soft_wrap=True)

@@ -28,7 +28,7 @@ from relayline.deploy.cli.top_gateway import SHOWN as GATEWAY_SHOWN
 from relayline.deploy.cli.top_gateway import figures_of, gateway_frame, is_gateway
 from relayline.deploy.cli.top_keys import keys_of, keys_table
 from relayline.deploy.cli.unequal import idle_line, unequal_line
-from relayline.deploy.tables import width_of_terminal
+from relayline.deploy.tables import Trimmed, width_of_terminal
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.tasks import set_within
@@ -92,7 +92,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
                 raise KeyboardInterrupt  # figures of a shorter interval would pass for those that were asked for
             after = await coordinator.get("/v1/pipeline", shown)
             figures, picture = _looked(url, before, after, time.monotonic() - looked_s, console.width)
-            click.echo(json.dumps(figures)) if as_json else console.print(picture)
+            click.echo(json.dumps(figures)) if as_json else console.print(Trimmed(picture))
             return
         _, first = _looked(url, before, before, 1.0, console.width)
         with reading_keys(keys), Live(first, console=console, screen=True) as live:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
-from relayline.deploy.tables import NARROW_GAP, fitted
+from relayline.deploy.tables import NARROW_GAP, Trimmed, fitted
 from relayline.wire.common.errors import UsageError
 
 # What each part of a time is called, in the order of a token's way. See coordinator.observe.token_times.
@@ -60,7 +60,7 @@ def show_time(console: Console, stream: dict[str, Any]) -> None:
         left=(head,),
         gap=NARROW_GAP,
     )
-    console.print(Padding(table, (0, 0, 0, len(INDENT))))
+    console.print(Trimmed(Padding(table, (0, 0, 0, len(INDENT)))))
 
 
 def _shown(ms: float) -> str:

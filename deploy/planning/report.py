@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.memory import StageMemory, kv_cells, window_kv_cells
 from relayline.coordinator.planner.predict import PROMPT_TOKENS, ROWS_SHOWN, Prediction, RatePlan, StagePlan
 from relayline.coordinator.planner.search import Best
 from relayline.deploy.planning.plan_description import limit_text
-from relayline.deploy.tables import console_of_stdout, fitted
+from relayline.deploy.tables import Trimmed, console_of_stdout, fitted
 from relayline.wire.common.texts import counted, layer_range
 from relayline.wire.common.units import GIB
 
@@ -207,7 +206,7 @@ def show(plan: Plan) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _memory_table(stages: Sequence[StagePlan], width: int) -> Table:
+def _memory_table(stages: Sequence[StagePlan], width: int) -> Trimmed:
     stores = any(stage.memory.prefix_bytes for stage in stages)
     prefixes = ("prefixes",) if stores else ()
     rows = []
@@ -249,7 +248,7 @@ def _limit(limit_bytes: int | None) -> str:
     return "unknown" if limit_bytes is None else f"{limit_bytes / GIB:.2f}"
 
 
-def _step_table(stages: Sequence[StagePlan], width: int) -> Table:
+def _step_table(stages: Sequence[StagePlan], width: int) -> Trimmed:
     rows = []
     for stage in stages:
         steps = (f"{stage.step_ns[rows] / 1e6:.1f}" if rows in stage.step_ns else "" for rows in ROWS_SHOWN)
@@ -259,7 +258,7 @@ def _step_table(stages: Sequence[StagePlan], width: int) -> Table:
     return fitted(width, columns, rows, left_out=("threads",), folds=folds, left=folds)
 
 
-def _rate_table(plan: Plan, width: int) -> Table:
+def _rate_table(plan: Plan, width: int) -> Trimmed:
     rows = [
         [
             str(rate.n_streams),

@@ -6,11 +6,14 @@ import io
 import os
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from relayline.deploy.cli.bench import LEFT_OUT, bench_table
 from relayline.deploy.cli.load import Summary
+from relayline.deploy.cli.main import relayline
 from relayline.deploy.tables import fitted, width_of_terminal
+from relayline.deploy.testing.paths import DEMO_MODEL
 
 COLUMNS = ("name", "tokens per second", "share", "why")
 ROWS = [["a", "12345.6", "25%", "a reason of several words"], ["bb", "1.0", "100%", ""]]
@@ -20,7 +23,7 @@ def drawn(width: int) -> list[str]:
     out = io.StringIO()
     table = fitted(width, COLUMNS, ROWS, left_out=("share",), folds={"why": 8}, left=("name", "why"))
     Console(file=out, width=width).print(table)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+    return out.getvalue().splitlines()
 
 
 def test_a_wide_terminal_shows_everything_on_one_line() -> None:
@@ -39,6 +42,23 @@ def test_words_take_more_lines_then_headings_then_columns_go() -> None:
         assert any("12345.6" in line for line in lines), width
         assert all(len(line) <= width for line in lines)
         assert "".join("".join(lines).split()).count("reason") == 1
+
+
+@pytest.mark.parametrize("width", [22, 60])
+def test_lines_end_with_their_last_word(width: int) -> None:
+    """Also where a terminal shows colours, which begin and end around the words."""
+    assert all(line == line.rstrip() and line for line in drawn(width))
+    out, columns = io.StringIO(), ("name", "a long heading")
+    table = fitted(width, columns, [["[bold]a[/bold]", "[red]b[/red]"]], left=columns)
+    Console(file=out, width=width, force_terminal=True, color_system="standard").print(table)
+    assert out.getvalue().splitlines()[-1] == "\x1b[1ma\x1b[0m     \x1b[31mb\x1b[0m"
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_what_is_piped_has_no_blanks_at_its_ends(command: str) -> None:
+    done = CliRunner().invoke(relayline, [command, str(DEMO_MODEL)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == [line.rstrip() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

@@ -6,6 +6,7 @@ The flags are those of llama-server, Ollama, vLLM and exo, as of 2026.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Collection, Sequence
 
 import click
@@ -73,9 +74,23 @@ def explained(error: click.UsageError, arguments: Sequence[str]) -> str:
         return error.format_message()
     if isinstance(error, click.NoSuchOption) and (found := _here(error.option_name, command, arguments)):
         return found
+    if "extra argument" in error.message and (found := _one_list(command, arguments)):
+        return f"{error.format_message()}; {found}"
     if command.name == "serve" and "extra argument" in error.message:
         return f"{error.format_message()}; `relayline up MODEL` runs a model, `serve` is a coordinator alone"
     return error.format_message()
+
+
+def _one_list(command: click.Command, arguments: Sequence[str]) -> str:
+    """Return how a list is written that was given in several words; empty if none was."""
+    takers = (each for each in command.params if each.type.name == "layers" or each.type.name.endswith(",..."))
+    flags = {name for each in takers for name in each.opts}
+    for at, flag in enumerate(arguments):
+        values = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[at + 1 :]))
+        if flag in flags and len(values) > 1:
+            more = ",..." if len(values) > 2 else ""
+            return f"a list has commas and no blanks: {flag} {','.join(value.strip(',') for value in values[:2])}{more}"
+    return ""
 
 
 def _here(option: str, command: click.Command, arguments: Sequence[str]) -> str:

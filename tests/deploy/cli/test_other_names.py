@@ -51,6 +51,23 @@ def test_a_name_of_another_server_is_answered_with_ours(arguments: tuple[str, ..
     assert expected in said(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("init", "--hosts", "10.0.0.1", "10.0.0.2", "-o", "-"), "--hosts 10.0.0.1,10.0.0.2"),
+        (("plan", "m.gguf", "--hosts", "10.0.0.1,", "10.0.0.2"), "--hosts 10.0.0.1,10.0.0.2"),
+        (("serve", "--stages", "a:1", "b:2", "c:3"), "--stages a:1,b:2,..."),
+        (("up", "m.gguf", "--cuts", "3", "5"), "--cuts 3,5"),
+    ],
+)
+def test_a_list_in_several_words_is_answered_with_how_it_is_written(arguments: tuple[str, ...], expected: str) -> None:
+    assert said(*arguments).endswith(f"; a list has commas and no blanks: {expected}")
+
+
+def test_an_argument_too_many_behind_a_whole_list_is_no_part_of_it() -> None:
+    assert said("init", "--hosts", "10.0.0.1,10.0.0.2", "--force", "x").endswith("extra argument (x)")
+
+
 def test_the_command_says_it_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["relayline", "up", "x.gguf", "-ngl", "99"])
     with pytest.raises(SystemExit) as ended:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.ports import check_free
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_listen
 from relayline.wire.model_files.adapters import Adapter
@@ -48,3 +49,7 @@ class StageConfig:
         check_listen(self.host, self.security, "this stage")  # here, because loading the artifact may take long
         if self.metrics is not None:
             check_listen(self.metrics[0], self.security, "the metrics port")
+
+    def check_ports(self) -> None:
+        """Raise StartError for ports that are taken: its layers may take long to come and to load."""
+        check_free(("--listen", (self.host, self.port)), ("--metrics", self.metrics))

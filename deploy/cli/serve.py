@@ -104,7 +104,7 @@ def serve_command(**given: Any) -> None:
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
     from relayline.deploy.launch.checks import check_files
     from relayline.deploy.launch.companions import served_companions
-    from relayline.deploy.launch.ports import check_free
+    from relayline.wire.links.ports import check_free
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)

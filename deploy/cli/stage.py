@@ -108,7 +108,7 @@ def check_before_load(given: dict[str, Any]) -> None:
 
     Raises UsageError, StartError.
     """
-    from relayline.deploy.launch.ports import check_free
+    from relayline.wire.links.ports import check_free
     from relayline.wire.telemetry.choice import chosen
 
     chosen(telemetry_config(given).otlp_endpoint, os.environ)

@@ -16,10 +16,10 @@ from relayline.deploy.doctor.network import CONNECT_TIMEOUT_S
 from relayline.deploy.doctor.report import Finding, Probe, examine, failure, ok, warning
 from relayline.deploy.launch.control import Launched, first_key
 from relayline.deploy.launch.gateway.pipelines import clashes
-from relayline.deploy.launch.ports import port_problem
 from relayline.deploy.launch.state import state_root
 from relayline.deploy.manifest.gateway import Behind, GatewayManifest, Place
 from relayline.wire.common.texts import system_reason
+from relayline.wire.links.ports import port_problem
 
 _REMEDIES = {
     401: "name a file with one of its keys in keyFile",

@@ -13,13 +13,14 @@ import aiohttp
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.doctor.report import Finding, failure, in_daemon, ok, warning
-from relayline.deploy.launch.ports import loopback_problem, port_problem, wanted_ports
+from relayline.deploy.launch.ports import loopback_problem, wanted_ports
 from relayline.deploy.machine.addresses import is_this_machine
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.texts import named_stage, system_reason
 from relayline.wire.common.versions import version_of
+from relayline.wire.links.ports import port_problem
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import LinkSecurity, address_of, credential_host

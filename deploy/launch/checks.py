@@ -13,10 +13,11 @@ from relayline.deploy.launch.arrange import stage_directory
 from relayline.deploy.launch.companions import check_companions_here
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.kept_places import check_kept_directories
-from relayline.deploy.launch.ports import loopback_problem, port_problem, wanted_ports
+from relayline.deploy.launch.ports import loopback_problem, wanted_ports
 from relayline.deploy.launch.stage_checks import check_names, check_stage_devices, warn_of_prefix_directory
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.links.ports import port_problem
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair

@@ -1,4 +1,4 @@
-"""Checks that the ports of a launch are free, before anything starts."""
+"""The ports of a launch, which have to be free before anything starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from relayline.deploy.machine.ports import LOCALHOST
-from relayline.wire.common.errors import StartError
 from relayline.wire.common.texts import file_error_text, named_stage, system_reason
-from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
     from relayline.deploy.manifest import Manifest
@@ -39,29 +37,6 @@ def links_host(manifest: Manifest) -> str:
     return LOCALHOST if manifest.all_local else "0.0.0.0"
 
 
-def port_problem(host: str, port: int) -> str | None:
-    """Return why the port cannot be used now, and what to do; None if it is free."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        return f"{host}: {error.strerror or error}; give a name or an address of this machine"
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return f"{address_of(host, port)} is taken by another process; end it, or take another port"
-            if error.errno == errno.EADDRNOTAVAIL:
-                return f"{host} is no address of this machine; 127.0.0.1 is this machine alone, 0.0.0.0 all addresses"
-            if error.errno == errno.EACCES:
-                return f"{address_of(host, port)}: {error.strerror}; take a port from 1024 on"
-            return f"{address_of(host, port)}: {error.strerror}"
-    return None
-
-
 def loopback_problem() -> str | None:
     """Return why this machine cannot be reached at LOCALHOST, and what to do; None if it can.
 
@@ -78,17 +53,3 @@ def loopback_problem() -> str | None:
             "there: bring the loopback interface up, as with `ip link set lo up`"
         )
     return None
-
-
-def check_free(*wanted: tuple[str, tuple[str, int] | None]) -> None:
-    """Raise StartError with every port that is wanted and not free. `wanted`: what for, and host and port if any.
-
-    Port 0 lets the system choose, and is always free.
-    """
-    problems = [
-        f"{what}: {problem}"
-        for what, address in wanted
-        if address is not None and address[1] and (problem := port_problem(*address)) is not None
-    ]
-    if problems:
-        raise StartError("; ".join(problems))

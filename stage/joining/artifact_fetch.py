@@ -64,6 +64,9 @@ class Files(NamedTuple):
     """Of LoRA."""
 
 
+NO_FILES = Files(Path())  # before they are here
+
+
 async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Files:
     """Return the files of the member's order, complete and checked.
 

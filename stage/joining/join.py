@@ -16,7 +16,7 @@ from typing import Any
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError, Tell
 from relayline.stage.facts import StageFacts
-from relayline.stage.joining.artifact_fetch import Files, obtain
+from relayline.stage.joining.artifact_fetch import NO_FILES, Files, obtain
 from relayline.stage.joining.attempts import persistently
 from relayline.stage.joining.changes import LayerChanges
 from relayline.stage.joining.client import Member, failure_of, introduction
@@ -149,9 +149,11 @@ class JoinedStage:
         for end in ends:
             end.add_done_callback(give_up)
         try:
-            files = await self._obtain(member, load, stop)
-            host = await self._listen_host() if files is not None else ""
-            if files is None or not host:
+            files, host = None, await self._listen_host()
+            if host:
+                await asyncio.to_thread(self._config_at(host)(NO_FILES, member.order).check_ports)
+                files = await self._obtain(member, load, stop)
+            if files is None:
                 await self._rejoin(stop)
             else:
                 await member.report_progress(pb.ARTIFACT_PHASE_LOADING, 0, member.order.artifact.size_bytes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
-from relayline.stage.joining.artifact_fetch import Files, obtain
+from relayline.stage.joining.artifact_fetch import NO_FILES, Files, obtain
 from relayline.stage.joining.changes import NextSlice, expected, take_lanes, within_s_of
 from relayline.stage.joining.client import Member
 from relayline.stage.process import serve_changing
@@ -94,6 +94,7 @@ class StandBy:
             report = pb.StagePrepared(change=order.change.number)
             try:
                 log.info("preparing layers", extra={"fields": {"file": order.artifact.file}})
+                await asyncio.to_thread(self._config_of(NO_FILES, order).check_ports)
                 if (files := await self._obtain(order, load, ends)) is not None:
                     served = await stack.enter_async_context(serve_changing(self._config_of(files, order), load))
                     served.expect(expected(order))

@@ -14,6 +14,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.texts import system_reason
 from relayline.wire.links.security import address_of
 from relayline.wire.links.tls_door import Door, Shaking
 
@@ -112,7 +113,7 @@ async def serving(
             else:
                 await web.TCPSite(runner, host, port).start()
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = system_reason(error) or str(error)
             raise StartError(
                 f"cannot serve metrics on {address_of(host, port)}: {reason}; take another port "
                 "(--metrics HOST:PORT, or the stage's metricsPort in the manifest)"

@@ -10,13 +10,13 @@ from relayline.deploy.launch.gateway.keeper import Echo, Keeper
 from relayline.deploy.launch.gateway.plan import GatewayPlan
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import SUPERVISOR
-from relayline.deploy.launch.ports import port_problem
 from relayline.deploy.launch.run import log_file
 from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import Emit
 from relayline.deploy.manifest.gateway import write_gateway
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.process import may_hang_up, run
+from relayline.wire.links.ports import port_problem
 
 
 def launch_gateway(plan: GatewayPlan, directory: StateDir, emit: Emit, *, echo: Echo | None = None) -> None:

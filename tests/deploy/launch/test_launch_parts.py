@@ -25,7 +25,7 @@ from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.checks import check_ports
 from relayline.deploy.launch.launch_plan import LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, make_stage_tokens, needs_own_token
-from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.launch.ports import wanted_ports
 from relayline.deploy.launch.prepare import override, settle, threads_for
 from relayline.deploy.launch.run import Launch, plan_of
 from relayline.deploy.launch.serving import flag_defaults, for_each_stage
@@ -39,6 +39,7 @@ from relayline.deploy.manifest.load import ManifestError
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.bounds import DRAFT_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.links.ports import port_problem
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security, read_token
 from tests.support.launches import launched

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from relayline.deploy.machine.gpus import HostDevice
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.ports import port_problem
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_projectors import make_projector
 
@@ -106,18 +108,18 @@ def test_a_directory_that_holds_no_prefixes_is_a_warning(tmp_path: Path, caplog:
 
 
 def test_ports_that_cannot_be_had_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    says = ports.port_problem("nosuchhost.invalid", 1)
+    says = port_problem("nosuchhost.invalid", 1)
     assert says is not None
     assert says.endswith("; give a name or an address of this machine")
-    assert ports.port_problem("192.0.2.1", 1) == (
+    assert port_problem("192.0.2.1", 1) == (
         "192.0.2.1 is no address of this machine; 127.0.0.1 is this machine alone, 0.0.0.0 all addresses"
     )
 
     def forbid(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(ports.socket.socket, "bind", forbid)
-    assert ports.port_problem("127.0.0.1", 80) == "127.0.0.1:80: Permission denied; take a port from 1024 on"
+    monkeypatch.setattr(socket.socket, "bind", forbid)
+    assert port_problem("127.0.0.1", 80) == "127.0.0.1:80: Permission denied; take a port from 1024 on"
 
 
 def test_too_few_files_are_not_taken_for_a_loopback_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:

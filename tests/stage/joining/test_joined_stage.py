@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
+import socket
 import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from relayline.deploy.machine.ports import free_port
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import TELL_EVERY_S, WEIGHTS, Load
 from relayline.stage.joining import artifact_fetch, attempts, join
+from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.client import introduction
 from relayline.stage.joining.config import JoinConfig as StageJoinConfig
 from relayline.stage.joining.config import facing
@@ -36,6 +39,7 @@ from relayline.wire.common.errors import (
     PlaceTakenError,
     StageLostError,
     StaleEpochError,
+    StartError,
     UsageError,
 )
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -389,6 +393,34 @@ async def test_plaintext_beyond_this_machine_is_refused_before_anything_is_fetch
         await serves(port, engines)
         assert port.roster.addresses()[0].startswith("127.0.0.1:"), "a wildcard is reported as the address that is seen"
         await allowed.stop()
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--metrics"])
+async def test_a_taken_port_is_refused_before_anything_is_fetched(
+    flag: str, tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A metrics port is most often the order's, so that the command line cannot be checked for it."""
+
+    async def obtain(*_: object, **__: object) -> Files:
+        raise AssertionError("it fetches")
+
+    monkeypatch.setattr(join, "obtain", obtain)
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = holder.getsockname()
+        more = {"host": taken[0], "port": taken[1]} if flag == "--listen" else {}
+        metrics = taken if flag == "--metrics" else None
+
+        def adapt(stage: StageConfig, _: object) -> StageConfig:
+            return dataclasses.replace(stage, metrics=metrics)
+
+        async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineSettings()) as port:
+            joining = config(port.address, tmp_path, always_fetch=True, **more)
+            with pytest.raises(
+                StartError, match=rf"^{flag}: {taken[0]}:{taken[1]} is taken by another process; end it"
+            ):
+                await JoinedStage(joining, lambda *_: None, adapt).run(asyncio.Event())
+            assert "is taken by another process" in str(port.roster.describe()[0]["failure"])
+    assert engines.loaded == []
 
 
 async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_again(

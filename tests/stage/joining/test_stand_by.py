@@ -15,7 +15,7 @@ from relayline.stage.hand_over import HandOver
 from relayline.stage.joining import stand_by
 from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.stand_by import StandBy
-from relayline.wire.common.errors import NativeError, RelaylineError, StageLostError
+from relayline.wire.common.errors import NativeError, RelaylineError, StageLostError, StartError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 PREPARE, SWITCH, DROP = pb.LAYER_CHANGE_STEP_PREPARE, pb.LAYER_CHANGE_STEP_SWITCH, pb.LAYER_CHANGE_STEP_DROP
@@ -36,6 +36,16 @@ class FakeMember:
     def tell(self, step: int, number: int = 1) -> None:
         change = pb.LayerChange(number=number, step=step)  # type: ignore[arg-type]
         self.changes.put_nowait(pb.JoinResponse(pipeline_id=f"split {number}", change=change))
+
+
+class FakeConfig(str):
+    """A configuration by the name of its file; its ports are free unless there is a problem."""
+
+    problem: StartError | None = None
+
+    def check_ports(self) -> None:
+        if self.problem is not None:
+            raise self.problem
 
 
 class FakeServed(str):
@@ -74,7 +84,7 @@ class World:
         monkeypatch.setattr(stand_by, "obtain", obtain)
         monkeypatch.setattr(stand_by, "serve_changing", serve)
         member: Any = self.member
-        config_of: Any = lambda files, order: files.artifact.name  # noqa: E731
+        config_of: Any = lambda files, order: FakeConfig(files.artifact.name)  # noqa: E731
         self.standing = StandBy(member, self.stop, config_of, Path("cache"), always_fetch=False)
 
     async def served(self) -> Any:
@@ -130,6 +140,20 @@ async def test_a_failed_preparation_is_reported_and_the_spare_stands_by(
     world.member.tell(PREPARE)
     report = await world.member.reports.get()
     assert (report.is_ready, report.failure.label) == (False, label)
+    world.stop.set_result(None)
+    assert await serving is None
+
+
+async def test_a_taken_port_is_found_before_layers_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def obtain(*_: object, **__: object) -> Files:
+        raise AssertionError("it fetches")
+
+    world = World(monkeypatch)
+    monkeypatch.setattr(stand_by, "obtain", obtain)
+    monkeypatch.setattr(FakeConfig, "problem", StartError("the port is taken"))
+    serving = asyncio.create_task(world.served())
+    world.member.tell(PREPARE)
+    assert (await world.member.reports.get()).failure.message == "the port is taken"
     world.stop.set_result(None)
     assert await serving is None
 

@@ -121,8 +121,12 @@ def _tries(
 
 
 def _broken(heading: str, cells: int) -> str:
-    """Return a heading in lines no longer than a column's cells or its own longest word."""
-    return textwrap.fill(heading, max(cells, *map(len, heading.split()))) if heading.strip() else heading
+    """Return a heading in lines no longer than a column's cells or its own longest word, behind its indent."""
+    if not (words := heading.split()):
+        return heading
+    indent = heading[: len(heading) - len(heading.lstrip())]
+    width = max(cells, *(len(indent) + len(word) for word in words))
+    return textwrap.fill(heading.strip(), width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _cells(texts: Iterable[str]) -> int:

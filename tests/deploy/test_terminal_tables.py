@@ -44,6 +44,18 @@ def test_words_take_more_lines_then_headings_then_columns_go() -> None:
         assert "".join("".join(lines).split()).count("reason") == 1
 
 
+def test_a_heading_that_takes_lines_keeps_its_indent() -> None:
+    """A first column of rows below a title begins where the rows begin."""
+    out, columns = io.StringIO(), ("    batch of rows", "tokens per second")
+    Console(file=out, width=24).print(fitted(24, columns, [["    0:1", "12345.6"]], left=columns[:1]))
+    assert out.getvalue().splitlines() == [
+        "    batch   tokens",
+        "    of         per",
+        "    rows    second",
+        "    0:1    12345.6",
+    ]
+
+
 @pytest.mark.parametrize("width", [22, 60])
 def test_lines_end_with_their_last_word(width: int) -> None:
     """Also where a terminal shows colours, which begin and end around the words."""

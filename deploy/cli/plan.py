@@ -43,7 +43,12 @@ COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 @click.option("--streams", type=IntRange(0), default=0, help="Streams to optimise for [default: all lanes].")
 @click.option("--measure", is_flag=True, help="First measure this machine on slices of the model (cached).")
 @click.option("--compare", "is_compare", is_flag=True, help="Compare the plan with the running pipeline.")
-@click.option("--url", type=Line("url"), default="", help="The running coordinator [default: the manifest's].")
+@click.option(
+    "--url",
+    type=Line("url"),
+    default="",
+    help="The running coordinator [default: of the pipeline that runs here, else the manifest's].",
+)
 @click.option(
     "--seconds",
     type=FloatRange(0, 600),
@@ -108,16 +113,20 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
         else:
             plan_report.show(plan)
         return
-    key = os.environ.get(KEY_VARIABLE, "") if url else _key_here(loaded.name, Path(target))
-    _compare(plan, url or _url_of(loaded), key, seconds, bench, as_json=as_json)
+    url, key = (url, os.environ.get(KEY_VARIABLE, "")) if url else _running(loaded, Path(target))
+    _compare(plan, url, key, seconds, bench, as_json=as_json)
 
 
-def _key_here(name: str, manifest: Path) -> str:
-    """Return an API key of the pipeline of that name on this machine, or of the environment; empty for none."""
+def _running(manifest: Manifest, source: Path) -> tuple[str, str]:
+    """Return the URL of a manifest's coordinator and a key for it, empty for none: of the pipeline that runs here, else
+    what the manifest and the environment say. Raises UsageError where neither has a URL.
+    """
     from relayline.deploy.launch.control import by_name, key_of
 
-    found = by_name(manifest).get(name)
-    return os.environ.get(KEY_VARIABLE, "") if found is None else key_of(found)
+    found = by_name(source).get(manifest.name)
+    key = os.environ.get(KEY_VARIABLE, "") if found is None else key_of(found)
+    is_known = found is not None and found.is_running and found.state.shown_url
+    return (found.state.shown_url if found is not None and is_known else _url_of(manifest)), key
 
 
 def _compare(plan: Plan, url: str, key: str, seconds: float, bench: Path | None, *, as_json: bool) -> None:
@@ -221,7 +230,7 @@ def _url_of(manifest: Manifest) -> str:
     http = manifest.spec.coordinator.http
     host = "127.0.0.1" if http.host in EVERY_INTERFACE else http.host
     if not http.port:
-        raise UsageError("the manifest lets the system choose the port; give the coordinator's address with --url")
+        raise UsageError(f"{manifest.name} does not run here; give the coordinator's address with --url")
     return f"{'http' if http.tls is None else 'https'}://{address_of(host, http.port)}"
 
 

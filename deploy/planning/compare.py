@@ -53,6 +53,7 @@ def compare(
     if cut != plan.best.edges:
         raise StartError(
             f"the running pipeline has layers {layer_ranges(cut) or 'none'}, this plan {layer_ranges(plan.best.edges)}"
+            "; to compare them, write the running ones as `layers` into the manifest"
         )
     if not all(stage.get("steps") for stage in found):
         raise StartError("the running pipeline has not decoded anything yet; send it some requests first")

@@ -317,7 +317,7 @@ def test_compare_against_a_running_pipeline(model: Path, tmp_path: Path) -> None
     path.write_text(text_of(model, SMALL))
     cuts = json.loads(relayline("plan", path, "--json").stdout)["cuts"]
     flags = ("--cuts", ",".join(map(str, cuts)), "--ctx", "64", "--lanes", "2", "--threads", "1", "--no-calibrate")
-    up = Running(["up", "--model", model, "--http", "127.0.0.1:0", *flags, "--json"])
+    up = Running(["up", "--model", model, "--name", "small", "--http", "127.0.0.1:0", *flags, "--json"])
     try:
         url = up.event["url"]
         body = {"model": up.event["model"], "prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
@@ -333,7 +333,7 @@ def test_compare_against_a_running_pipeline(model: Path, tmp_path: Path) -> None
         figures = json.loads(done.stdout)["compare"]
         assert [figure["unit"] for figure in figures] == ["ms", "ms", "tok/s"]
         assert all(figure["measured"] > 0 for figure in figures)
-        idle = relayline("plan", path, "--compare", "--url", url, "--seconds", "0.1")
+        idle = relayline("plan", path, "--compare", "--seconds", "0.1")  # it finds the one that runs
         assert idle.returncode == 0, idle.stderr
         output = " ".join(idle.stdout.split())
         assert re.search(
@@ -341,6 +341,8 @@ def test_compare_against_a_running_pipeline(model: Path, tmp_path: Path) -> None
         )
     finally:
         up.stop()
+    away = relayline("plan", model, "--compare")
+    assert away.stderr.endswith(" does not run here; give the coordinator's address with --url\n")
     gone = relayline("plan", path, *arguments)
     assert gone.returncode == 1
     assert "does not answer" in gone.stderr

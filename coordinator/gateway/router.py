@@ -40,7 +40,7 @@ class Health(enum.StrEnum):
     """How a pipeline was last heard."""
 
     UNKNOWN = "unknown"
-    """It has not been asked yet."""
+    """It has not been asked yet. Of its state in words also: it has never answered."""
     READY = "ready"
     """A request starts there now."""
     PAUSED = "paused"
@@ -118,6 +118,8 @@ class Backend:
             return Phase.DRAINING.value
         if self.health is Health.READY and self.rests:
             return (Phase.SLEEPING if self.is_asleep else Phase.WAKING).value
+        if self.health is Health.DEAD and not self.heard_ns:  # it may start just now
+            return Health.UNKNOWN.value
         return self._phase if self.health is Health.PAUSED else self.health.value
 
     def unread_tokens(self, asked: Asked) -> int:

@@ -274,7 +274,8 @@ def _planned(kept: dict[str, Any] | None, live: dict[str, Any] | None) -> dict[s
 def _phase(pipeline: Launched, live: dict[str, Any] | None, *, is_answering: bool) -> tuple[Phase, float | None]:
     """Return the state for clients and its age in seconds; None if that is not known."""
     state = pipeline.state
-    if live is not None and live.get("phase") in set(Phase):
+    begins = pipeline.phase is Phase.STARTING and live is not None and live.get("phase") == Phase.UNREACHABLE
+    if live is not None and live.get("phase") in set(Phase) and not begins:  # a gateway has not reached any so far
         return Phase(live["phase"]), live.get("phase_s")
     since_s = (time.monotonic_ns() - state.phase_since_ns) / 1e9 if state.phase_since_ns else None
     if pipeline.phase.is_up and not is_answering:

@@ -32,7 +32,7 @@ const rows = new Keyed(body, (pipeline) => {
   dot.className = `dot ${kind}`;
   say(word, pipeline.problem ? `${pipeline.phase}: ${pipeline.problem}` : pipeline.phase);
   say(cells[2], pipeline.models.join(", "));
-  const isDead = pipeline.phase === "dead";
+  const isDead = pipeline.phase === "dead" || pipeline.phase === "unknown";
   bar.parentElement.hidden = isDead;
   bar.style.width = percent(Math.min(1, running / Math.max(1, pipeline.lanes))).replace(" ", "");
   const waiting = pipeline.waiting ? `, ${count(pipeline.waiting)} waiting` : "";

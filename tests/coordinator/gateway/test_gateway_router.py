@@ -39,6 +39,15 @@ def chat(*messages: str, **more: object) -> Asked:
     return peek(json.dumps({"model": "chat", "messages": turns, **more}).encode())
 
 
+def test_a_pipeline_that_has_never_answered_is_not_said_to_be_dead() -> None:
+    one = Backend("a")
+    one.failed("it refuses connections")
+    assert (one.state, one.health) == ("unknown", Health.DEAD), "it may start just now, and gets no requests"
+    one.heard(READY, 1)
+    one.failed("it refuses connections")
+    assert one.state == "dead"
+
+
 def test_a_conversation_stays_where_its_beginning_is_known_until_that_place_is_much_busier() -> None:
     router = router_of(a=READY, b=READY)
     first = chat("x" * 8_000)

@@ -457,14 +457,16 @@ def coordinator() -> Iterator[str]:
             serving.join()
 
 
-def described(tmp_path: Path, url: str, state: HostState = HostState.READY) -> dict[str, Any]:
+def described(
+    tmp_path: Path, url: str, state: HostState = HostState.READY, phase: Phase = Phase.READY
+) -> dict[str, Any]:
     """The output of `status` for a pipeline whose supervisor sees its processes in this state."""
     directory = StateDir(tmp_path / "small")
     directory.path.mkdir(exist_ok=True)
     board = board_of(directory, me())
     for record in board.state.processes:
         board.set_process(record.name, state=state)
-    board.set_phase(Phase.READY)
+    board.set_phase(phase)
     board.set_addresses(url, "127.0.0.1:1")
     pipeline = find("small", directory.path)
     assert pipeline is not None
@@ -492,6 +494,13 @@ def test_status_shows_the_state_for_clients(tmp_path: Path, coordinator: str, ph
         assert row.endswith("has not answered for 12 s")
     else:
         assert "an API key is needed" in text
+
+
+def test_a_gateway_that_has_reached_no_pipeline_yet_is_starting(tmp_path: Path, coordinator: str) -> None:
+    live = {"phase": Phase.UNREACHABLE.value, "running": 0, "waiting": 0, "stages": [], "pipelines": []}
+    Answers.answers = {"/v1/pipeline": (200, live)}
+    assert described(tmp_path, coordinator)["phase"] == Phase.UNREACHABLE.value
+    assert described(tmp_path, coordinator, phase=Phase.STARTING)["phase"] == Phase.STARTING.value
 
 
 @pytest.mark.parametrize("seen", [HostState.STARTING, HostState.LOADING])

@@ -17,6 +17,7 @@ from relayline.deploy.cli.model import MODEL
 from relayline.deploy.cli.options import IntRange, Line, log_options, parse_cuts
 from relayline.deploy.cli.paths import Directory
 from relayline.deploy.cli.setting_flags import setting_option, setting_options
+from relayline.deploy.models.progress import shows_bars
 from relayline.wire.common import logs
 from relayline.wire.common.texts import whole_number
 from relayline.wire.settings.setting import entry_of, from_parameters
@@ -148,7 +149,7 @@ def _progress_bar(config: CertifyConfig, facts: ModelFacts) -> Iterator[Progress
 
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not shows_bars(console)) as bar:
         if console.is_terminal:
             console.print(disk_needed(config, facts), soft_wrap=True, markup=False, highlight=False)
         task = bar.add_task("starting", total=1.0)

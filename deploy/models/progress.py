@@ -17,9 +17,14 @@ def error_console() -> Console:
     return Console(stderr=True)
 
 
+def shows_bars(console: Console) -> bool:
+    """Return whether a console can draw bars: a terminal, and none that shows escape sequences as text."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[tuple[ProgressCallback, list[bool]]]:
-    """Yield a callback that draws a bar if stderr is a terminal, and a list that is empty until it is called.
+    """Yield a callback that draws a bar if stderr is a terminal for it, and a list that is empty until it is called.
 
     `what` is written before the bar. Nothing is drawn before the first call.
     """
@@ -32,7 +37,7 @@ def progress_bar(what: str) -> Iterator[tuple[ProgressCallback, list[bool]]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not shows_bars(console)) as bar:
         task = bar.add_task(escape(what), total=None, visible=False)
 
         def update(done_bytes: int, total_bytes: int) -> None:

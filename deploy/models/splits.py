@@ -15,7 +15,7 @@ from pathlib import Path
 from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import content_key, inspect_model
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.models.progress import error_console, progress_bar
+from relayline.deploy.models.progress import error_console, progress_bar, shows_bars
 from relayline.deploy.models.trial import try_artifacts
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.logs import PRINTED
@@ -87,7 +87,7 @@ def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, s
         n_stages = n_stages or 2
     if split_dir is None:
         split_dir = split_place(model, n_stages, cuts)
-    seen = PRINTED if error_console().is_terminal else {}  # the bar says it there, and a line would break into the bar
+    seen = PRINTED if shows_bars(error_console()) else {}  # the bar says it there, and a line would break into it
     with progress_bar(f"splitting {model.name}") as (update, was_used):
 
         def tell(done_bytes: int, total_bytes: int) -> None:

@@ -206,14 +206,17 @@ def test_progress_bar_only_on_a_terminal(tmp_path: Path) -> None:
 def test_no_log_line_breaks_into_the_bar_of_a_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The bar says on a terminal that the model is split; a file gets the line."""
+    """The bar says on a terminal that the model is split; a file gets the line, and a terminal that can draw no bar."""
     model = make_tiny("llama", tmp_path / "m.gguf")
     caplog.set_level(logging.INFO)
-    for at, is_terminal in enumerate((True, False)):
-        console = Console(file=io.StringIO(), force_terminal=is_terminal)
+    kinds = ((True, "xterm", True), (False, "xterm", False), (True, "dumb", False))
+    for at, (is_terminal, term, has_bar) in enumerate(kinds):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, _environ={"TERM": term})
         monkeypatch.setattr(progress, "error_console", lambda console=console: console)
         monkeypatch.setattr(splits, "error_console", lambda console=console: console)
         caplog.clear()
         splits.split_for(model, 2, None, tmp_path / str(at))
         (record,) = (each for each in caplog.records if each.message.startswith("splitting"))
-        assert getattr(record, "is_printed", False) is is_terminal
+        assert getattr(record, "is_printed", False) is has_bar
+        assert isinstance(console.file, io.StringIO)
+        assert bool(console.file.getvalue()) is has_bar, "not an empty line either"

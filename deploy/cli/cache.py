@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DAY_S = 86_400.0
 KINDS = ("splits", "artifacts", "downloads")
+REMOVED = "removed"  # what became of an entry
 
 
 @click.command("cache", short_help="Show or remove splits, fetched artifacts and downloads.")
@@ -48,13 +49,17 @@ def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_
     if unused_days:
         since_s = datetime.datetime.now(datetime.UTC).timestamp() - unused_days * DAY_S
         entries = [each for each in entries if each.used_s <= since_s]
+    summed = []
     for entry in sorted(entries, key=lambda each: each.used_s):
-        _show(entry, _outcome(entry, kind) if clear else entry.state, as_json=as_json)
+        state = _outcome(entry, kind) if clear else entry.state
+        _show(entry, state, as_json=as_json)
+        summed += [entry] if not clear or state == REMOVED else []
     if not as_json:
-        counts = {name: sum(each.kind == name for each in entries) for name in KINDS}
-        listed = ", ".join(_counted(counts[name], name) for name in ((kind,) if kind else KINDS) if directory is None)
-        what = listed or f"{directory}: {_counted(len(entries), 'artifacts')}"
-        print(f"{what}, {sum(entry.size_bytes for entry in entries) / MIB:,.1f} MiB")
+        counts = {name: sum(each.kind == name for each in summed) for name in KINDS}
+        kinds = (kind,) if kind else KINDS if directory is None else ("artifacts",)
+        listed = ", ".join(_counted(counts[name], name) for name in kinds)
+        where, freed = f"{directory}: " if directory is not None else "", "freed " if clear else ""
+        print(f"{where}{freed}{listed}, {sum(entry.size_bytes for entry in summed) / MIB:,.1f} MiB")
 
 
 def _counted(count: int, kind: str) -> str:
@@ -81,7 +86,7 @@ def _outcome(entry: Kept, kind: str | None) -> str:
     if entry.state == IN_USE or (entry.kind == "downloads" and kind is None):
         return "kept"
     try:
-        return "removed" if entry.remove() else "being fetched"
+        return REMOVED if entry.remove() else "being fetched"
     except OSError as error:  # it may name a file without its directory
         raise StartError(f"{entry.path}: cannot be removed: {error.strerror or error}") from error
 
@@ -92,5 +97,6 @@ def _show(entry: Kept, state: str, *, as_json: bool) -> None:
              "state": state, "used": used.isoformat(timespec="seconds")}  # fmt: skip
     if entry.kind == "artifacts":
         facts["sha256"] = entry.path.name
-    text = f"{entry.kind:<9}  {entry.size_bytes / MIB:>10,.1f} MiB  {used:%Y-%m-%d %H:%M}  {state:<13}  {entry.name}"
+    size, when = f"{entry.size_bytes / MIB:>10,.1f} MiB", f"{used.astimezone():%Y-%m-%d %H:%M}"
+    text = f"{entry.kind:<9}  {size}  {when}  {state:<13}  {entry.name}"
     print(json.dumps(facts) if as_json else text)

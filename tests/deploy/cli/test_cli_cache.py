@@ -6,11 +6,14 @@ import errno
 import hashlib
 import json
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from relayline.deploy.cli.cache import _outcome
+from relayline.deploy.cli.cache import _outcome, cache_command
 from relayline.deploy.launch.cached import Kept
 from relayline.deploy.models.splits import split_place
 from relayline.deploy.testing.paths import DEMO_MODEL
@@ -63,8 +66,29 @@ def test_what_a_stage_or_coordinator_uses_is_kept(tmp_path: Path, monkeypatch: p
         str(splits[1]): "removed",
     }
     assert [path.exists() for path in (slots[0].path, slots[1].path, *splits)] == [True, False, True, False]
+    text = relayline("cache", "--clear").stdout
+    assert text.splitlines()[-1] == "freed 0 splits, 0 artifacts, 0 downloads, 0.0 MiB", "what is kept does not count"
     use.close()
-    assert relayline("cache", "--clear").stdout.count("removed") == 2
+    text = relayline("cache", "--clear").stdout
+    assert text.count("removed") == 2
+    assert text.splitlines()[-1].startswith("freed 1 split, 1 artifact, 0 downloads, ")
+
+
+@pytest.fixture
+def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "UTC-9")  # nine hours before it, as POSIX counts
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("in_tokyo")
+def test_times_are_those_of_the_users_clock(tmp_path: Path) -> None:
+    put(tmp_path, "old.gguf", b"y", 1_000_000_000)
+    text, found = (CliRunner().invoke(cache_command, ["--cache", str(tmp_path), *more]) for more in ((), ("--json",)))
+    assert " 2001-09-09 10:46 " in text.stdout
+    assert json.loads(found.stdout)["used"] == "2001-09-09T01:46:40+00:00"
 
 
 @pytest.mark.parametrize("name", ["none", "empty"])

@@ -31,6 +31,7 @@ from relayline.deploy.certify.workload import N_LANES, context_needed, draw_batc
 from relayline.deploy.launch.local import threads_per_stage
 from relayline.wire.common.errors import CutError, RelaylineError, UsageError
 from relayline.wire.common.kv_layout import layout_refusal
+from relayline.wire.common.scratch import scratch_directory
 from relayline.wire.common.texts import counted
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.settings.setting import arguments
@@ -315,5 +316,5 @@ def _artifacts_directory(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         yield keep
         return
-    with tempfile.TemporaryDirectory(prefix="relayline-certify-", ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
+    with scratch_directory("relayline-certify-") as directory:
+        yield directory

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -33,6 +31,7 @@ from relayline.deploy.models.model_source import check_sha256, is_on_hub, resolv
 from relayline.wire.common.errors import ArtifactError, ModelFileError, UsageError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.places import moving_cache
+from relayline.wire.common.scratch import scratch_directory
 
 log = logging.getLogger("relayline.up")
 
@@ -121,10 +120,10 @@ def _is_here(first: Path) -> bool:
 
 def _load(model: HubFile, directory: Path, sha256: str, located: Located | None) -> None:
     """Put the headers of a model into a directory, the first file last; `located`: where that one is, if known."""
-    with _writing():
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
-    try:
+    with contextlib.ExitStack() as stack:
+        with _writing():
+            directory.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(scratch_directory(".partial-", directory))
         _, origins = read_headers(model, folder, sha256, _writing, located)
         if not all(origin.etag for origin in origins):
             text = "the hub does not say which content it has; leave out `download: layers`"
@@ -134,8 +133,6 @@ def _load(model: HubFile, directory: Path, sha256: str, located: Located | None)
                 path = directory / PurePosixPath(origin.file).name
                 store_origin(path, origin)
                 (folder / path.name).replace(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

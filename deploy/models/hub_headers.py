@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from relayline.deploy.models.hub_ranges import TRIES, Located, bytes_between, lo
 from relayline.deploy.models.hub_reference import HubFile, parse_reference
 from relayline.deploy.models.model_source import check_sha256, is_on_hub, resolve_model
 from relayline.wire.common.errors import ModelFileError, RelaylineError, UsageError
+from relayline.wire.common.scratch import scratch_directory
 from relayline.wire.common.units import bytes_text
 from relayline.wire.model_files.gguf_header import HEADER_BYTES_MAX, MAGIC, GgufFile, read_header
 
@@ -72,9 +72,9 @@ def model_or_headers(reference: str, sha256: str = "") -> Iterator[Shown]:
         return
     with contextlib.ExitStack() as stack:
         with _in_temporary():
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relayline-header-"))
-        first, origins = read_headers(model, Path(folder), sha256.lower(), _in_temporary)
-        with _named(f"{HUB_SCHEME}{model.repo}", folder):
+            folder = stack.enter_context(scratch_directory("relayline-header-"))
+        first, origins = read_headers(model, folder, sha256.lower(), _in_temporary)
+        with _named(f"{HUB_SCHEME}{model.repo}", str(folder)):
             yield Shown(first, sum(origin.size_bytes for origin in origins))
 
 

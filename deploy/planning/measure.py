@@ -14,7 +14,6 @@ import hashlib
 import json
 import statistics
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from relayline.wire.common.errors import ModelFileError, StartError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.places import cache_dir
 from relayline.wire.common.process import terminated_as_interrupted
+from relayline.wire.common.scratch import scratch_directory
 from relayline.wire.model_files.gguf_header import Tensor
 from relayline.wire.model_files.hollow_slice import spreads_rows, write_hollow
 from relayline.wire.settings.setting import arguments as as_arguments
@@ -92,9 +92,9 @@ def measure_speed(
     path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     path.parent.mkdir(parents=True, exist_ok=True)
     turns: list[list[Sample]] = []
-    with terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="measure-", dir=path.parent) as directory:
+    with terminated_as_interrupted(), scratch_directory("measure-", path.parent) as directory:
         slices = enumerate(slices_for(facts))
-        artifacts = [_write(model, Path(directory) / str(at), each, is_hollow=is_hollow) for at, each in slices]
+        artifacts = [_write(model, directory / str(at), each, is_hollow=is_hollow) for at, each in slices]
         for turn in range(TURNS):
             samples = []
             for at, artifact in enumerate(artifacts):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.wire.common.errors import ModelFileError, NativeError, ProtocolError
+from relayline.wire.common.scratch import scratch_directory
 from relayline.wire.model_files.adapters import (
     Adapter,
     check_architecture,
@@ -55,8 +55,8 @@ class Adapters:
         check_architecture(file, artifact.architecture, artifact.source_layers)
         check_shapes(file, tensors, layers, first)
         try:
-            with tempfile.NamedTemporaryFile(prefix="relayline-lora-", suffix=".gguf") as part:
-                n_changed = write_part(file, layers, part, first)  # type: ignore[arg-type]
+            with scratch_directory("relayline-lora-") as directory, (directory / "part.gguf").open("wb") as part:
+                n_changed = write_part(file, layers, part, first)
                 if n_changed:
                     ggml.LOG.watch()
                     self._loaded[index] = llama.llama_adapter_lora_init(model, part.name.encode())

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from relayline.stage.joining.tunnel import LOCALHOST, Tunnel
 from relayline.wire.common import bounds
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NativeError, RelaylineError, StartError
+from relayline.wire.common.scratch import scratch_directory
 from relayline.wire.common.tasks import end_task
 from relayline.wire.links import way
 from relayline.wire.model_files.hollow_slice import write_hollow
@@ -121,10 +121,10 @@ async def _measure(
 ) -> None:
     """Measure hollow slices in a separate process. Raises NativeError with its message, OSError for the disk."""
     await asyncio.to_thread(cache.mkdir, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="survey-", dir=cache) as directory:
+    with scratch_directory("survey-", cache) as directory:
         arguments = [str(settings.n_threads), str(settings.gpu_layers), settings.kv_type]
         for index, each in enumerate(slices):
-            path = Path(directory) / f"{index}.gguf"
+            path = directory / f"{index}.gguf"
             await asyncio.to_thread(write_hollow, path, each.header, each.size_bytes)
             arguments += [str(each.budget_ms / 1e3), str(path)]
         limit_s = sum(each.budget_ms / 1e3 + SLICE_S for each in slices)

@@ -20,6 +20,7 @@ from relayline.stage.speed.calibrate import PREFILL_LADDER
 from relayline.stage.speed.host_probe import CTX_TOKENS, LANES
 from relayline.wire.common.child_command import code_command
 from relayline.wire.common.curve import LADDER
+from relayline.wire.common.scratch import LOCK
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb_wire
 from relayline.wire.settings.table import EngineSettings
@@ -97,6 +98,8 @@ def test_a_hollow_slice_is_as_long_as_the_real_one_but_for_the_tokens(tmp_path: 
 
 
 def test_a_failed_measurement_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "cache" / "survey-00000000").mkdir(parents=True)  # of one that was killed
+    (tmp_path / "cache" / "survey-00000000" / LOCK).touch()
     report = surveyed([pb.SurveySlice(header=b"no model", size_bytes=64, budget_ms=10)], tmp_path / "cache")
     assert "not a GGUF file" in report.failure.message
     assert not report.slices

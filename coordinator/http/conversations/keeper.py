@@ -29,12 +29,12 @@ class ConversationKeeper:
 
     def drop(self, id: str) -> None:
         """Forget a conversation soon."""
-        self._keeper.soon(self._files.drop, id)
+        self._keeper.remove(self._files.drop, id)
 
     async def certainly(self, conversation: Conversation) -> None:
         """Write a conversation. Raises HttpRefusal where the disk cannot be used."""
         with using_disk("the disk with the conversations"):
-            await self._keeper.call(self._files.put, conversation)
+            await self._keeper.call(self._files.put, conversation, n_bytes=conversation.n_bytes)
 
     async def forget(self, id: str) -> None:
         """Forget a conversation for certain. Raises HttpRefusal where the disk cannot be used."""

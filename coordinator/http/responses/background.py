@@ -20,6 +20,7 @@ from aiohttp import web
 
 from relayline.coordinator.http.conversations.keeper import Conversations
 from relayline.coordinator.http.edge.body import Request
+from relayline.coordinator.http.edge.errors import using_disk
 from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.replies.answers import Answers, sum_of
 from relayline.coordinator.http.replies.choice import Growth
@@ -166,7 +167,9 @@ class Background:
             self.keeper.finished(running.id)
 
     async def cancel(self, running: Running | Waiting) -> None:
-        """Cancel one and wait for its end; one whose answer has been made ends by itself."""
+        """Cancel one and wait for its end; one whose answer has been made ends by itself. Raises HttpRefusal where too
+        much waits for the disk.
+        """
         if running.task is not None:
             if not running.is_whole:
                 running.task.cancel()
@@ -175,7 +178,8 @@ class Background:
             self._keep(running, running.cancel())
         if self.keeper is not None:
             self.keeper.finished(running.id)  # also where the disk has no room for how it has ended
-            await self.keeper.settled()
+            with using_disk("the disk with the responses"):
+                await self.keeper.settled()
 
     def fail(self, waiting: Waiting, message: str) -> None:
         """End one that cannot be asked for again."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +26,15 @@ from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX
 
 log = logging.getLogger("relayline.http")
 
-# Of responses that wait for a slow disk: further ones are in memory only. A disk that hangs holds no more memory.
+# Of what waits for a slow disk: further responses are in memory only, and further requests that cannot do without the
+# disk are refused. A disk that hangs holds no more memory.
 WRITES_WAITING_MAX, WRITES_WAITING_BYTES_MAX = 256, 2 * STORED_RESPONSES_BYTES_MAX
+# With what is to be removed, which has no bytes. A file that then stays goes at a later start, once others are newer.
+DROPS_WAITING_MAX = 4_096
 
 DISK_PAUSE_S = 5.0
+
+_SLOW = "the disk is slow"
 
 T = TypeVar("T")
 
@@ -53,18 +59,24 @@ class ResponseKeeper:
 
     def write(self, function: Callable[..., None], *arguments: object, n_bytes: int) -> None:
         """Let one of the directory's calls write this much soon, unless too much waits already."""
-        if self._n_waiting < WRITES_WAITING_MAX and self._bytes_waiting + n_bytes <= WRITES_WAITING_BYTES_MAX:
+        if self._has_room(n_bytes):
             self.soon(function, *arguments, n_bytes=n_bytes)
         else:
-            self._note("the disk is slow")
+            self._note(_SLOW)
 
     def drop(self, id: str) -> None:
         """Forget a response soon."""
-        self.soon(self.directory.drop, id)
+        self.remove(self.directory.drop, id)
+
+    def remove(self, function: Callable[..., None], id: str) -> None:
+        """Let one of the directory's calls remove a file soon, unless too much waits already."""
+        if self._n_waiting < DROPS_WAITING_MAX:
+            self.soon(function, id)
 
     def used(self, ids: Sequence[str]) -> None:
-        """Note soon that these were used now."""
-        self.soon(self.directory.used, ids)
+        """Note soon that these were used now, unless too much waits already."""
+        if self._has_room(0):
+            self.soon(self.directory.used, ids)
 
     async def forget(self, id: str) -> None:
         """Forget a response for certain. Raises HttpRefusal where the disk cannot be used."""
@@ -82,12 +94,13 @@ class ResponseKeeper:
         """Write down what a background response is to answer. Raises OverloadedError where too much is kept, and
         HttpRefusal where the disk cannot be used.
         """
-        try:
-            with using_disk("the disk with the responses"):
-                await self.call(self.directory.orders.begin, order)
-        except BaseException:  # a client that has left, too
-            self.finished(order.id)
-            raise
+        with using_disk("the disk with the responses"):
+            self._check_room(n_bytes := _order_bytes(order))
+            try:
+                await self._in_turn(self.directory.orders.begin, order, n_bytes=n_bytes)
+            except BaseException:  # a client that has left, too
+                self.finished(order.id)
+                raise
 
     def finished(self, id: str) -> None:
         """Forget soon what a background response was to answer."""
@@ -125,11 +138,12 @@ class ResponseKeeper:
         with contextlib.suppress(OSError):  # they have been counted as if it did not
             await self.call(self.directory.orders.left, ids)
 
-    async def call(self, function: Callable[..., T], *arguments: object) -> T:
+    async def call(self, function: Callable[..., T], *arguments: object, n_bytes: int = 0) -> T:
         """Run one of the directory's calls, after those that were asked for before; what models say and what is read
-        is not among them. Raises OSError.
+        is not among them. `n_bytes`: what it writes. Raises OSError, at once where too much waits already.
         """
-        return await self._loop.run_in_executor(self._files, function, *arguments)
+        self._check_room(n_bytes)
+        return await self._in_turn(function, *arguments, n_bytes=n_bytes)
 
     async def settled(self) -> None:
         """Wait until all that was asked for before is on the disk, or cannot be."""
@@ -137,22 +151,43 @@ class ResponseKeeper:
 
     async def close(self) -> None:
         """Let another coordinator have the directory, once all is written."""
-        await self.settled()
+        await self._in_turn(lambda: None)
         for threads in (self._files, self._said, self._reads):
             threads.shutdown()
         self.directory.close()
 
     def soon(self, function: Callable[..., None], *arguments: object, n_bytes: int = 0) -> None:
         """Run one of the directory's calls after those that were asked for before. `n_bytes`: what it writes."""
-        self._n_waiting += 1
-        self._bytes_waiting += n_bytes
-        self._files.submit(function, *arguments).add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._done, done, n_bytes)
+        self._submit(function, *arguments, n_bytes=n_bytes).add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._note_end, done, n_bytes)
         )
 
-    def _done(self, done: Future[None], n_bytes: int) -> None:
+    async def _in_turn(self, function: Callable[..., T], *arguments: object, n_bytes: int = 0) -> T:
+        """As `call`, whatever waits. A caller that is cancelled leaves it in its turn, where it holds memory."""
+        doing = asyncio.wrap_future(self._submit(function, *arguments, n_bytes=n_bytes))
+        doing.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may look at
+        return await asyncio.shield(doing)
+
+    def _submit(self, function: Callable[..., T], *arguments: object, n_bytes: int) -> Future[T]:
+        self._n_waiting += 1
+        self._bytes_waiting += n_bytes
+        doing = self._files.submit(function, *arguments)
+        doing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._note_done, n_bytes))
+        return doing
+
+    def _note_done(self, n_bytes: int) -> None:
         self._n_waiting -= 1
         self._bytes_waiting -= n_bytes
+
+    def _has_room(self, n_bytes: int) -> bool:
+        return self._n_waiting < WRITES_WAITING_MAX and self._bytes_waiting + n_bytes <= WRITES_WAITING_BYTES_MAX
+
+    def _check_room(self, n_bytes: int) -> None:
+        if not self._has_room(n_bytes):
+            self._note(_SLOW)
+            raise TimeoutError(errno.ETIMEDOUT, "it is slow, and too much waits for it already")
+
+    def _note_end(self, done: Future[None], n_bytes: int) -> None:
         error = done.exception()
         if error is not None:
             self._note(getattr(error, "strerror", None) or str(error))
@@ -167,6 +202,11 @@ class ResponseKeeper:
         elif self._is_failing and not fault:
             log.info("responses and conversations are written to %s again", self.directory.path)
         self._is_failing = bool(fault)
+
+
+def _order_bytes(order: Order) -> int:
+    sent = 0 if order.sent is None else len(order.sent.raw)
+    return sent + len(order.queued) + sum(len(item) for _, item in order.input_items)
 
 
 async def _done_whatever_comes(writing: asyncio.Future[None]) -> None:

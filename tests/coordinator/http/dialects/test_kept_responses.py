@@ -11,9 +11,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.responses import keeper as keepers
-from relayline.coordinator.http.responses.directory import STORED, ResponseDirectory
+from relayline.coordinator.http.responses.directory import STORED, UNFINISHED, ResponseDirectory
 from relayline.coordinator.http.responses.keeper import ResponseKeeper
+from relayline.coordinator.http.responses.orders import Order, Sent
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
 from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -181,6 +183,63 @@ async def test_a_disk_that_hangs_holds_no_more_than_some_bytes(
     answers.set()
     await keeper.close()
     assert len([*(tmp_path / "stored").iterdir()]) == 2
+
+
+async def test_a_disk_that_hangs_has_no_endless_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    done: list[str] = []
+    for name in ("used", "drop"):
+        monkeypatch.setattr(ResponseDirectory, name, lambda _, what, name=name: done.append(f"{name} {what}"))
+    monkeypatch.setattr(keepers, "WRITES_WAITING_MAX", 3)
+    monkeypatch.setattr(keepers, "DROPS_WAITING_MAX", 5)
+    keeper = ResponseKeeper(ResponseDirectory(tmp_path))
+    hangs = asyncio.ensure_future(keeper.call(answers.wait))
+    await pause()
+    left = asyncio.ensure_future(keeper.forget("left"))
+    await pause()
+    left.cancel()  # its client has gone, but it stands in the line all the same
+    for number in range(9):
+        keeper.used([f"{number}"])
+    for number in range(9):
+        keeper.drop(f"{number}")
+    assert keeper._n_waiting == 5
+    for asks in (keeper.forget("late"), keeper.promise(order("late"))):
+        with pytest.raises(HttpRefusal, match="cannot be used now: it is slow, and too much waits for it") as refused:
+            await asks
+        assert refused.value.status == 507
+    with pytest.raises(TimeoutError):  # which a conversation's client does not wait for any longer
+        await keeper.settled()
+    answers.set()
+    assert await hangs
+    await keeper.close()
+    assert done == ["drop left", "used ['0']", "drop 0", "drop 1"]
+    assert keeper._n_waiting == 0
+
+
+async def test_requests_that_wait_for_a_disk_have_bounded_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(keepers, "WRITES_WAITING_BYTES_MAX", 1_500)
+    keeper = ResponseKeeper(ResponseDirectory(tmp_path))
+    hangs = asyncio.ensure_future(keeper.call(answers.wait))
+    first = asyncio.ensure_future(keeper.promise(order(f"resp_{1:048x}", n_bytes=1_000)))
+    await pause()
+    with pytest.raises(HttpRefusal, match="too much waits for it"):
+        await keeper.promise(order(f"resp_{2:048x}", n_bytes=1_000))
+    answers.set()
+    await hangs
+    await first
+    await keeper.promise(order(f"resp_{3:048x}", n_bytes=1_000))
+    await keeper.close()
+    assert {path.name for path in (tmp_path / UNFINISHED).iterdir()} == {f"resp_{number:048x}" for number in (1, 3)}
+
+
+def order(id: str, n_bytes: int = 0) -> Order:
+    return Order(
+        id=id, owner="", payer="", behalf="", created=0, sent=Sent(b" " * n_bytes, 0, 0), model_id=MODEL, n_vocab=1,
+        queued=b"{}", input_items=[], previous_id=None, is_stream=False,
+    )  # fmt: skip
 
 
 async def test_a_response_that_is_not_stored_is_not_written(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import msgspec
 
 from relayline.coordinator.batches.message_lines import is_unasked
 from relayline.coordinator.batches.output_file import OutputFile, count_lines
-from relayline.wire.common.files import naming, write_file
+from relayline.wire.common.files import clearing_up, naming, write_file
 from relayline.wire.common.own_directory import OWN_FILE_MODE, OwnDirectory
 from relayline.wire.common.texts import counted, plural
 
@@ -240,10 +240,12 @@ class BatchStore:
             name = path.name.removesuffix(".json")
             is_left_out = not has_all or self._meta(FILES, name) in left_out
             if is_ours and name not in self.files and name not in awaited and not is_left_out:
-                path.unlink()  # a torn upload; what somebody else keeps here stays
+                with clearing_up():
+                    path.unlink()  # a torn upload; what somebody else keeps here stays
         for path in (self.directory / WORK).iterdir():
             if (found := _ROOM.fullmatch(path.name)) and found[1] not in self.unended:
-                path.unlink()  # of a batch that was not kept, or that has ended
+                with clearing_up():
+                    path.unlink()  # of a batch that was not kept, or that has ended
         if left_out:
             n, (path, why) = len(left_out), next(iter(left_out.items()))
             text = "%s cannot be read and %s left out, the first is %s: %s. Restore %s, or remove %s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -32,6 +33,16 @@ def try_writing(directory: Path) -> None:
         file.write(secrets.token_bytes(TRY_BYTES))  # which no file system can make smaller
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def clearing_up() -> Iterator[None]:
+    """Let what is of no use any more stay on a read-only disk: it is removed within. Raises other errors of the system."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
 
 
 def write_file(path: Path, data: bytes, mode: int) -> None:

@@ -1,4 +1,7 @@
-"""A directory that one process at a time keeps things in, and that no other user of the machine may read."""
+"""A directory that one process at a time keeps things in, and that no other user of the machine may read.
+
+The system may have made its disk read-only, as after an error. What is there can be read all the same.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,13 @@ class OwnDirectory:
         try:
             if not path.exists():
                 path.mkdir(parents=True, exist_ok=True, mode=OWN_DIRECTORY_MODE)
+            is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
             for part in parts:
                 (path / part).mkdir(exist_ok=True, mode=OWN_DIRECTORY_MODE)
-                if not os.access(path / part, os.W_OK | os.X_OK):
+                if not is_read_only and not os.access(path / part, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            self._lock: BinaryIO = (path / "lock").open("wb")
+            lock = path / "lock"
+            self._lock: BinaryIO = lock.open("rb" if is_read_only and lock.exists() else "wb")
         except OSError as error:
             raise UsageError(f"{path} cannot hold {what}: {error.strerror}") from None
         with self.loading():
@@ -39,6 +44,9 @@ class OwnDirectory:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(f"{path} holds the {what} of another coordinator; give each its own") from None
+            except OSError:
+                if not is_read_only:  # as of a share, where the lock is for writers
+                    raise
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

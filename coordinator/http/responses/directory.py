@@ -25,6 +25,7 @@ from relayline.coordinator.http.responses.orders import OrderFiles, Unfinished
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import Stored
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, STORED_RESPONSES_MAX
+from relayline.wire.common.files import clearing_up
 from relayline.wire.common.own_directory import OwnDirectory
 
 STORED, UNFINISHED, CONVERSATIONS = "stored", "unfinished", "conversations"
@@ -69,7 +70,8 @@ class ResponseDirectory:
             unfinished = self.orders.load()
             for each in unfinished:
                 if self._is_stored(each.order.id):
-                    self.orders.finished(each.order.id)  # the process ended between the two
+                    with clearing_up():
+                        self.orders.finished(each.order.id)  # the process ended between the two
             return stored, [each for each in unfinished if not self._is_stored(each.order.id)]
 
     def load_conversations(self) -> list[Conversation]:

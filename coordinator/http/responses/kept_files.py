@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX
-from relayline.wire.common.files import naming, replaced
+from relayline.wire.common.files import clearing_up, naming, replaced
 from relayline.wire.common.own_directory import OWN_FILE_MODE
 from relayline.wire.common.texts import counted, plural
 
@@ -114,7 +114,8 @@ def load(
     for each in map(made_of, read_all(directory, kind, what, reader)):
         n_bytes += each.n_bytes
         if len(found) >= n_max or n_bytes > bytes_max:
-            drop(each.id)
+            with clearing_up():
+                drop(each.id)
         else:
             found.append(each)
     return found[::-1]
@@ -202,4 +203,5 @@ def remove_torn(directory: Path, suffixes: Collection[str] = ()) -> None:
     for path in directory.iterdir():
         is_left = path.suffix in suffixes and _ID.fullmatch(path.stem) and not path.with_suffix("").exists()
         if (is_left or _PARTIAL.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
-            path.unlink()
+            with clearing_up():
+                path.unlink()

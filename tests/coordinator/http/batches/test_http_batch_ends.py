@@ -13,7 +13,7 @@ import pytest
 
 from relayline.coordinator.batches import store as stores
 from relayline.coordinator.batches.lines import Outcome
-from relayline.coordinator.batches.store import BatchStore, Status, StoredBatch, StoredFile, new_id
+from relayline.coordinator.batches.store import WORK, BatchStore, Status, StoredBatch, StoredFile, new_id
 from relayline.coordinator.batches.worker import Told
 from relayline.coordinator.http.batches import keeper as keepers
 from relayline.coordinator.http.edge.clients import BEHALF
@@ -25,6 +25,7 @@ from tests.support.batch_world import Held, begun, ended, lines_of, request_line
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator
 from tests.support.openai_client import openai_client
 from tests.support.polling import pause
+from tests.support.read_only_disk import make_read_only
 
 ALICE, BOB = "alice-key-0123456789", "bob-key-012345678901"
 UNNAMED, GATEWAY = "unnamed-key-01234567", "gateway-key-01234567"
@@ -48,6 +49,24 @@ def stored(**more: Any) -> StoredBatch:
         output_id=new_id("file-"), error_id=new_id("file-"), window="24h", metadata=None, created_at=1, expires_at=2,
         **more,
     )  # fmt: skip
+
+
+def test_batches_on_a_read_only_disk_are_known_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process before has left half done stays until it can be removed."""
+    store, batch = BatchStore(tmp_path), stored()
+    store.keep_batch(batch)
+    torn, room = store.path_of(new_id("file-")), tmp_path / WORK / f"{new_id('batch_')}.room"
+    for path in (torn, room):
+        path.touch()
+    store.close()
+    with monkeypatch.context() as patched:
+        make_read_only(patched)
+        store = BatchStore(tmp_path)
+        store.close()
+    assert list(store.batches) == [batch.id]
+    assert (torn.exists(), room.exists()) == (True, True)
+    BatchStore(tmp_path).close()
+    assert (torn.exists(), room.exists()) == (False, False)
 
 
 def test_files_of_a_batch_are_made_again_with_their_real_size(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from relayline.coordinator.http.edge.errors import HttpRefusal
 from relayline.coordinator.http.responses import keeper as keepers
 from relayline.coordinator.http.responses.directory import STORED, UNFINISHED, ResponseDirectory
 from relayline.coordinator.http.responses.keeper import ResponseKeeper
-from relayline.coordinator.http.responses.orders import Order, Sent
+from relayline.coordinator.http.responses.orders import Order, OrderFiles, Sent
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
 from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ from tests.support.http_support import MODEL, FakeGenerator, says
 from tests.support.kept_responses import serving_kept
 from tests.support.openai_client import openai_client
 from tests.support.polling import pause
+from tests.support.read_only_disk import make_read_only
 
 KEYS = "alice: alice-key-0123456789\nbob: bob-key-012345678901\n"
 
@@ -163,6 +164,38 @@ async def test_what_cannot_be_deleted_from_the_disk_is_still_there(
         await client.responses.delete(found.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(found.id)
+
+
+async def test_what_is_on_a_read_only_disk_is_there_after_a_restart(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process before has left half done stays until it can be removed."""
+    kept = tmp_path / "kept"
+    async with serving_kept(tokenizer, kept) as url, openai_client(url) as client:
+        found = await client.responses.create(model=MODEL, input="hi")
+    torn, both = kept / STORED / f".resp_{1:048x}.01234567", kept / UNFINISHED / found.id
+    torn.touch()
+    files = OrderFiles(kept / UNFINISHED)
+    files.begin(order(found.id))
+    files.begin(order(f"resp_{2:048x}"))
+    tokens = kept / UNFINISHED / f"resp_{2:048x}.tokens"
+    files.add(f"resp_{2:048x}", [TokenEvent(1, None, ())])
+    tokens.write_bytes(tokens.read_bytes() + b"torn")
+    before = tokens.read_bytes()
+    make_read_only(monkeypatch)
+    directory = ResponseDirectory(kept)
+    stored, unfinished = directory.load()
+    assert ([each.id for each in stored], [each.order.id for each in unfinished]) == ([found.id], [f"resp_{2:048x}"])
+    assert directory.load_conversations() == []
+    directory.close()
+    monkeypatch.undo()
+    assert (torn.exists(), both.exists(), tokens.read_bytes()) == (True, True, before)
+    directory = ResponseDirectory(kept)
+    directory.load()
+    assert (torn.exists(), both.exists()) == (False, False)
+    assert len(directory.orders.said(f"resp_{2:048x}")) == 1
+    assert tokens.read_bytes() == before.removesuffix(b"torn")
+    directory.close()
 
 
 async def test_a_disk_that_hangs_holds_no_more_than_some_bytes(

@@ -18,7 +18,7 @@ from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.prepare import named, override, with_hub_model
 from relayline.deploy.launch.run import Launch, before_of
-from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
@@ -59,9 +59,9 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     beside = read_beside(given["beside"]) if given["beside"] else ALONE
     opened = () if beside is None else open_context(manifest.spec)
     manifest = with_stage_flags(manifest, given, changed)
-    manifest = with_usual_context(
-        manifest, opened, given["state_dir"], ends_first=given["check"], beside=beside or ALONE
-    )
+    # Of the pipeline that this start is for: another one of its name may run elsewhere.
+    place = given["state_dir"] or state_root() / manifest.name
+    manifest = with_usual_context(manifest, opened, place, ends_first=given["check"], beside=beside or ALONE)
     return _launch(manifest, found.source, given, log_flags, is_again=is_again)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from click.testing import CliRunner
 from relayline.deploy.cli.main import relayline
 from relayline.deploy.launch import context
 from relayline.deploy.launch.context import with_usual_context
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir, register
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest
@@ -111,6 +114,20 @@ def test_a_running_pipeline_keeps_its_own(model: Path, monkeypatch: pytest.Monke
         engine = with_usual_context(wanted, open_context(wanted.spec), ends_first=True).engine
         assert (engine.n_lanes, engine.ctx_tokens) == anew
         monkeypatch.undo()
+
+
+def test_one_of_the_same_name_that_runs_elsewhere_has_its_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere, path = StateDir(tmp_path / "elsewhere"), manifest_of(model)
+    elsewhere.path.mkdir()
+    elsewhere.manifest.write_text(path.read_text() + "  context: {lanes: 5, tokens: 4096}\n")
+    me = identify(os.getpid())
+    assert me is not None
+    elsewhere.store(LaunchState(STATE_VERSION, "p", str(path), Phase.READY, me.pid, me.start_ticks))
+    register(elsewhere.path)
+    found = [launched(monkeypatch, path, *flags).manifest.engine for flags in ((), ("--state-dir", elsewhere.path))]
+    assert [(engine.n_lanes, engine.ctx_tokens) for engine in found] == [(32, LENGTH), (5, 4_096)]
 
 
 def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Collection, Sequence
@@ -24,6 +25,7 @@ from relayline.deploy.manifest.gateway import load_gateway, write_gateway
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.use import Use, is_file_used
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.gateway.plan import GatewayPlan
@@ -126,7 +128,7 @@ def change(
     `again`: those that restart. Raises StartError if a pipeline does not come up.
     """
     directory = launched.directory
-    if directory.more.exists():
+    if is_file_used(directory.more):  # else the one that wrote it was killed, and this order takes its place
         raise StartError(f"{plan.name} is being changed already; wait for that `relayline up`")
     try:
         write_again(directory.restart, json.dumps(list(again)).encode())
@@ -134,12 +136,13 @@ def change(
     except OSError:
         directory.restart.unlink(missing_ok=True)
         raise
-    if not send_signal(launched.state.supervisor, MORE_SIGNAL):
-        directory.more.unlink(missing_ok=True)
-        directory.restart.unlink(missing_ok=True)
-        raise StartError(f"the supervisor of {plan.name} has ended; `relayline up` starts it again")
     new = [member.name for member in differs.beginning] + list(again)
-    asyncio.run(_until_changed(plan, launched, new, as_json=as_json))
+    with contextlib.closing(Use([directory.more])):
+        if not send_signal(launched.state.supervisor, MORE_SIGNAL):
+            directory.more.unlink(missing_ok=True)
+            directory.restart.unlink(missing_ok=True)
+            raise StartError(f"the supervisor of {plan.name} has ended; `relayline up` starts it again")
+        asyncio.run(_until_changed(plan, launched, new, as_json=as_json))
     after = directory.load()
     records = {record.name: record for record in (after.processes if after is not None else ())}
     found = {name: record for name in new if (record := records.get(f"{plan.name}-{name}")) is not None}

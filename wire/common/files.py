@@ -37,7 +37,7 @@ def try_writing(directory: Path) -> None:
 
 @contextlib.contextmanager
 def clearing_up() -> Iterator[None]:
-    """Let what is of no use any more stay on a read-only disk: it is removed within. Raises other errors of the system."""
+    """Remove within what is of no use any more: on a read-only disk it stays. Raises other errors of the system."""
     try:
         yield
     except OSError as error:

@@ -9,7 +9,7 @@ import contextlib
 import enum
 import fcntl
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 ASKED_FOR_S = 60.0  # how long a process may take from asking for a file to using it
@@ -43,17 +43,22 @@ class Use:
 
 def is_used(directory: Path) -> bool:
     """Return whether a process is known to use one of a directory's GGUF files."""
-    return _state(directory) is _State.USED
+    return _state(directory.glob("*.gguf")) is _State.USED
 
 
 def is_free(directory: Path) -> bool:
     """Return whether no process uses any of them, as far as locks can tell; False where there are none."""
-    return _state(directory) is _State.FREE
+    return _state(directory.glob("*.gguf")) is _State.FREE
 
 
-def _state(directory: Path) -> _State:
+def is_file_used(path: Path) -> bool:
+    """Return whether a process is known to use a file."""
+    return _state([path]) is _State.USED
+
+
+def _state(paths: Iterable[Path]) -> _State:
     try:
-        for path in directory.glob("*.gguf"):
+        for path in paths:
             os.close(_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
     except BlockingIOError:
         return _State.USED

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
@@ -141,13 +142,17 @@ class Keeper:
         while True:
             await self._asked.wait()
             self._asked.clear()
+            if not self._directory.more.exists():  # the order before was this one already
+                continue
+            order = [(path, _written(path)) for path in (self._directory.restart, self._directory.more)]
             try:
                 await self._change(served)
             except (RelaylineError, OSError) as error:
                 log.warning("the gateway was not changed: %s", error)
             finally:
-                self._directory.restart.unlink(missing_ok=True)
-                self._directory.more.unlink(missing_ok=True)  # the caller waits for that
+                for path, written in order:  # the caller waits for the end of the last one
+                    if _written(path) == written:  # else the caller was killed, and there is a new order
+                        path.unlink(missing_ok=True)
 
     async def _change(self, served: ServedGateway) -> None:
         """Bring the gateway to the state of the manifest that was left for it. Raises as `plan_members`.
@@ -360,6 +365,15 @@ class Keeper:
 
 def _record(pipeline: LocalPipeline) -> ProcessRecord:
     return ProcessRecord(pipeline.name, "pipeline", "localhost", HostState.WAITING)
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Return which file is at a path; None for none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _or_before(arguments: tuple[str, ...]) -> tuple[str, ...]:

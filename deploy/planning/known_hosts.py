@@ -22,8 +22,8 @@ from relayline.coordinator.planner.speed import Sample, Speed, from_samples
 from relayline.deploy.machine import facts as machine
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.planning.measure import measured_key
-from relayline.wire.common.files import write_again
 from relayline.wire.common.places import state_dir
+from relayline.wire.common.remembered import recall, remember
 
 log = logging.getLogger("relayline.up")
 
@@ -125,7 +125,7 @@ def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
     key, found = measured_key(model), {}
     for stage in manifest.members:
         try:
-            known = msgspec.json.decode(_path(manifest, stage, key).read_bytes(), type=KnownHost)
+            known = msgspec.json.decode(recall(_path(manifest, stage, key)), type=KnownHost)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -204,4 +204,4 @@ def _kept(sample: Sample) -> _Sample:
 
 def _store(path: Path, known: KnownHost) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_again(path, msgspec.json.format(msgspec.json.encode(known), indent=1))
+    remember(path, msgspec.json.format(msgspec.json.encode(known), indent=1))

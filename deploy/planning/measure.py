@@ -29,9 +29,9 @@ from relayline.stage.speed.calibrate import ROWS_DIFFER
 from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import ModelFileError, StartError
-from relayline.wire.common.files import write_again
 from relayline.wire.common.places import cache_dir
 from relayline.wire.common.process import terminated_as_interrupted
+from relayline.wire.common.remembered import recall, remember
 from relayline.wire.common.scratch import scratch_directory
 from relayline.wire.model_files.gguf_header import Tensor
 from relayline.wire.model_files.hollow_slice import spreads_rows, write_hollow
@@ -57,7 +57,7 @@ def known_speed(model: Path, *, n_threads: int, gpu_layers: int, kv_type: str, n
     """Return this model's measurement on this machine with this many threads and neighbours; None if there is none."""
     path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     try:
-        stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
+        stored = msgspec.json.decode(recall(path), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return None
     return Speed(tuple(stored.layers), tuple(stored.head), stored.step_ns, "measured")
@@ -105,7 +105,7 @@ def measure_speed(
     speed = from_samples([_quickest(same) for same in zip(*turns, strict=True)])
     if speed is None:
         raise StartError(f"{model}: no slice of it could be measured")
-    write_again(path, msgspec.json.encode(_Stored(list(speed.layers), list(speed.head), speed.step_ns)))
+    remember(path, msgspec.json.encode(_Stored(list(speed.layers), list(speed.head), speed.step_ns)))
     return speed
 
 

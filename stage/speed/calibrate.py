@@ -41,7 +41,7 @@ from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common import places
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.curve import LADDER, further_ns
-from relayline.wire.common.files import write_again
+from relayline.wire.common.remembered import recall, remember
 from relayline.wire.settings.setting import entries
 from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings
 
@@ -381,7 +381,7 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Loa
     machine and llama.cpp's build.
     """
     try:
-        stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
+        stored = msgspec.json.decode(recall(_path(engine, cache_dir)), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir, load)  # not measured yet, or an unusable file
     curves = curves_of(engine, **msgspec.structs.asdict(stored))
@@ -410,7 +410,7 @@ def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load
         return curves  # real steps correct them while this process lives; the next one measures again
     stored = _Stored(curves.decode.points(), curves.prefill.points(), curves.context_ns, curves.context_tiled_ns)
     with contextlib.suppress(OSError):  # without the file, the next start measures again
-        write_again(_path(engine, cache_dir), msgspec.json.encode(stored))
+        remember(_path(engine, cache_dir), msgspec.json.encode(stored))
     return curves
 
 

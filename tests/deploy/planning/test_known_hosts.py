@@ -32,6 +32,7 @@ from relayline.deploy.planning.known_hosts import (
 from relayline.deploy.planning.plan_description import describe_plan, limit_text, lines_of
 from relayline.deploy.planning.shapes import shape_of
 from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.wire.common import remembered
 from relayline.wire.common.places import state_dir
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -177,6 +178,12 @@ def test_a_spares_measurements_are_kept_and_no_start_waits_for_it() -> None:
     assert known_hosts(with_spare, DEMO_MODEL)["spare"].host == "203.0.113.3"
     forget_hosts(with_spare, DEMO_MODEL)
     assert known_hosts(with_spare, DEMO_MODEL) == {}
+
+
+def test_measurements_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "REMEMBERED_MAX", 1)
+    remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 1.0), report("server", 1.0)])
+    assert list(known_hosts(manifest(), DEMO_MODEL)) == ["server"]
 
 
 def test_a_file_that_cannot_be_read_is_measured_again() -> None:

@@ -21,6 +21,7 @@ from relayline.stage.engine.native import NativeEngine
 from relayline.stage.speed import calibrate as calibration
 from relayline.stage.speed.calibrate import StepTimes, cached_curves, calibrate, curves_of, fresh_curves
 from relayline.stage.speed.curves import shape_of
+from relayline.wire.common import remembered
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS, LADDER, further_ns
 from relayline.wire.envelopes.frames import Flag
 from tests.support.fakes import rows_frame
@@ -441,6 +442,10 @@ def test_curves_of_a_small_stage_do_not_serve_a_roomier_one_or_another_build(
     monkeypatch.setattr(calibration, "machine_facts", lambda: ("here", "with other libraries"))
     assert measured() == 16
     assert len(list((tmp_path / "curves").iterdir())) == 3
+    monkeypatch.setattr(remembered, "REMEMBERED_MAX", 2)
+    monkeypatch.setattr(calibration, "machine_facts", lambda: ("here", "and with others again"))
+    assert measured() == 16
+    assert len(list((tmp_path / "curves").iterdir())) == 2
 
 
 def test_curves_of_one_gpu_do_not_serve_another(

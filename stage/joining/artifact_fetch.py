@@ -114,18 +114,26 @@ async def _fill(member: Source, slot: Slot, load: Load, sha256: str = "", held: 
 
     `held`: what of it this host has already.
     """
-    if not slot.try_lock():
-        log.info("waiting: another process already fetches this artifact", extra={"fields": {"path": slot.path}})
-        while not slot.try_lock():  # noqa: ASYNC110 - another process holds it, which no event of ours tells
-            await asyncio.sleep(LOCK_LOOK_S)
+    with slot.using_disk():
+        await _lock(slot)
     try:
-        if await asyncio.to_thread(slot.is_complete, load):
+        with slot.using_disk():
+            is_complete = await asyncio.to_thread(slot.is_complete, load)
+        if is_complete:
             log.info("artifact found in the cache", extra={"fields": {"path": slot.path}})
         else:
             slot.check_space()
             await _fetch_persistently(member, slot, load, sha256, held)
     finally:
         slot.unlock()
+
+
+async def _lock(slot: Slot) -> None:
+    """Take an artifact for writing. Raises OSError."""
+    if not slot.try_lock():
+        log.info("waiting: another process already fetches this artifact", extra={"fields": {"path": slot.path}})
+        while not slot.try_lock():  # noqa: ASYNC110 - another process holds it, which no event of ours tells
+            await asyncio.sleep(LOCK_LOOK_S)
 
 
 async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: str, held: HeldLayers | None) -> None:
@@ -158,7 +166,8 @@ async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: st
 
 async def _fetch_once(show: _Progress, load: Load, sha256: str, held: HeldLayers | None) -> None:
     member, slot = show.member, show.slot
-    writer = await asyncio.to_thread(Writer, slot, load)
+    with slot.using_disk():
+        writer = await asyncio.to_thread(Writer, slot, load)
     show.begin(writer.n_bytes)
     log.info("fetching the artifact", extra={"fields": {"file": slot.artifact.file, "from_byte": writer.n_bytes,
                                                         "of_bytes": slot.artifact.size_bytes}})  # fmt: skip

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from relayline.stage.engine.artifact import PIPELINE_FILE
@@ -27,7 +29,7 @@ from relayline.stage.joining import survivors
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StartError
 from relayline.wire.common.file_hash import note_sha256, noted_sha256, remember_sha256, sha256_of
 from relayline.wire.common.files import write_again
-from relayline.wire.common.units import GIB
+from relayline.wire.common.units import GIB, bytes_text
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 USED = "used"  # its time says when a file without a pipeline.json was asked for last
@@ -59,19 +61,20 @@ class Slot:
     def prepare(self, pipeline_json: bytes = b"", *, for_move: bool = False) -> None:
         """Make the directory and put the description of the split into it, if there is one. Raises StartError.
 
-        One that is there is only noted as used: a stage that has all it needs comes back on a full disk, too. Of a new
-        one it is noted whether it is `for_move`.
+        One that is there is only noted as used: a stage that has all it needs comes back on a full or read-only disk,
+        too. Of a new one it is noted whether it is `for_move`.
         """
         try:
             if for_move and not self.directory.exists():
                 self.directory.mkdir(parents=True, exist_ok=True)  # another stage may want it at the same moment
                 (self.directory / FOR_MOVE).touch()
-            if not pipeline_json:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                (self.directory / USED).touch()
-            elif _has(self.directory / PIPELINE_FILE, pipeline_json):
+            mark = self.directory / (PIPELINE_FILE if pipeline_json else USED)
+            if _has(mark, pipeline_json):
                 with contextlib.suppress(OSError):  # then it seems to have been used longer ago
-                    os.utime(self.directory / PIPELINE_FILE)
+                    os.utime(mark)
+            elif not pipeline_json:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                mark.touch()
             else:
                 write_again(self.directory / PIPELINE_FILE, pipeline_json)
         except OSError as error:
@@ -80,8 +83,16 @@ class Slot:
             ) from error
 
     def try_lock(self) -> bool:
-        """Take this artifact for writing; False while another process has it. The lock ends with the process."""
-        handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Take this artifact for writing; False while another process has it. The lock ends with the process.
+
+        On a read-only disk there is nothing to lock, since nobody writes. Raises OSError.
+        """
+        try:
+            handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            return True
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,6 +130,22 @@ class Slot:
             f"there or give another directory with --cache"
         )
 
+    @contextlib.contextmanager
+    def using_disk(self) -> Iterator[None]:
+        """Raise StartError for an error of the disk within."""
+        try:
+            yield
+        except OSError as error:
+            raise self.disk_error(error) from error
+
+    def disk_error(self, error: OSError) -> StartError:
+        """Return what to raise where the disk cannot take the file."""
+        missing = bytes_text(self.artifact.size_bytes - self.partial_bytes())
+        return StartError(
+            f"{self.directory.parent}: {error.strerror}; {self.artifact.file} needs {missing} more; free space there "
+            "or give another directory with --cache"
+        )
+
     def _missing_and_free_bytes(self) -> tuple[int, int]:
         return self.artifact.size_bytes - self.partial_bytes(), shutil.disk_usage(self.directory).free
 
@@ -136,7 +163,7 @@ class Writer:
     def __init__(self, slot: Slot, load: Load) -> None:
         """Open the partial file and hash its present bytes; one that is too long starts from zero.
 
-        Raises StartError for a full disk.
+        Raises StartError for a full disk, and OSError.
         """
         self._slot = slot
         self._digest = hashlib.sha256()
@@ -166,7 +193,7 @@ class Writer:
         try:
             self._file.write(data)
         except OSError as error:
-            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+            raise self._slot.disk_error(error) from error
         self._digest.update(data)
         self.n_bytes += len(data)
         if self.n_bytes - self._n_synced >= survivors.SYNC_BYTES:
@@ -182,14 +209,14 @@ class Writer:
             os.fsync(self._file.fileno())
             self._survivors.note(self.n_bytes)
         except OSError as error:
-            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+            raise self._slot.disk_error(error) from error
 
     def flush(self) -> None:
         """Have all bytes in the file, for another reader. Raises StartError for a full disk."""
         try:
             self._file.flush()
         except OSError as error:
-            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+            raise self._slot.disk_error(error) from error
 
     def finish(self) -> None:
         """Give the file its final name. Raises ArtifactError, and forgets the bytes, when they are the wrong ones."""
@@ -208,7 +235,7 @@ class Writer:
             if self._survivors is not None:
                 self._survivors.remove()
         except OSError as error:
-            raise StartError(f"{slot.partial}: {error.strerror}; free space or give --cache") from error
+            raise slot.disk_error(error) from error
         remember_sha256(slot.path, slot.path.stat(), sha256)
 
     def close(self) -> None:
@@ -216,7 +243,7 @@ class Writer:
         try:
             self._file.close()
         except OSError as error:
-            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+            raise self._slot.disk_error(error) from error
 
 
 def _has(path: Path, data: bytes) -> bool:

@@ -9,9 +9,11 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.artifact_store import USED, Slot, Writer, cached
 from relayline.stage.joining.client import Member
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StageLostError, StartError
+from relayline.wire.common.units import bytes_text
 from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from tests.support.join_support import content, join_port
@@ -162,6 +165,63 @@ async def test_a_full_disk_keeps_no_stage_out_that_has_its_artifact(
     (path.parent / "pipeline.json").write_text("{}")
     with pytest.raises(StartError, match="cannot be written: No space left on device"):
         await fetched(tmp_path / "split", tmp_path / "cache")
+
+
+async def test_a_read_only_disk_keeps_no_stage_out_that_has_its_artifact(
+    tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    path = await fetched(tmp_path / "split", cache)
+    adapter = Slot(cache, (await _order(tmp_path / "split")).artifact)
+    adapter.prepare()
+    open_handle, open_file = os.open, Path.open
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def opened_handle(name: Any, flags: int, *mode: int) -> int:
+        if Path(name).is_relative_to(cache) and flags & os.O_RDWR:
+            refuse()
+        return open_handle(name, flags, *mode)
+
+    def opened(name: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        return refuse() if name.is_relative_to(cache) and mode == "a+b" else open_file(name, mode, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", opened_handle)
+        patched.setattr(Path, "open", opened)
+        patched.setattr(Path, "touch", refuse)
+        patched.setattr(os, "utime", refuse)
+        assert await fetched(tmp_path / "split", cache) == path
+        adapter.prepare()
+        path.unlink()
+        with pytest.raises(StartError) as refused:
+            await fetched(tmp_path / "split", cache)
+    assert refused.value.message == (
+        f"{cache}: Read-only file system; stage-0.gguf needs {bytes_text(len(content(0)))} more; free space there or "
+        "give another directory with --cache"
+    )
+    assert reads.offsets == [0]
+
+
+async def test_a_disk_that_fills_up_meanwhile_is_one_line_and_keeps_what_came(tmp_path: Path, reads: Reads) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(n_fetch: int, offset: int, data: bytes) -> bytes:
+        if n_fetch == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2 * CHUNK_BYTES, limit[1]))
+        return data
+
+    reads.spoil = fill
+    try:
+        with pytest.raises(StartError) as refused:
+            await fetched(tmp_path / "split", tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    missing = bytes_text(len(content(0)) - 2 * CHUNK_BYTES)
+    assert refused.value.message.startswith(f"{tmp_path}/cache: File too large; stage-0.gguf needs {missing} more; ")
+    assert (await fetched(tmp_path / "split", tmp_path / "cache")).read_bytes() == content(0)
+    assert reads.offsets == [0, 2 * CHUNK_BYTES]
 
 
 async def test_a_file_altered_in_the_cache_is_fetched_again(tmp_path: Path, reads: Reads) -> None:

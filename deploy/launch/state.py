@@ -150,11 +150,14 @@ def _candidates(root: Path) -> list[Path]:
     found = sorted(path for path in root.iterdir() if path.is_dir() and path.name != ELSEWHERE) if root.is_dir() else []
     notes = sorted((root / ELSEWHERE).iterdir()) if (root / ELSEWHERE).is_dir() else []
     for note in notes:
-        path = Path(os.fsdecode(note.read_bytes()))
-        if (path / STATE_FILE).exists():
-            found.append(path)
-        else:
-            note.unlink(missing_ok=True)
+        if note.name.startswith("."):  # it is being written
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another command has removed it just now
+            path = Path(os.fsdecode(note.read_bytes()))
+            if (path / STATE_FILE).exists():
+                found.append(path)
+            elif not StateDir(path).is_held():  # else it starts for the first time, and may be splitting its model
+                note.unlink()
     return found
 
 

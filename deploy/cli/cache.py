@@ -86,7 +86,7 @@ def _outcome(entry: Kept, kind: str | None) -> str:
     if entry.state == IN_USE or (entry.kind == "downloads" and kind is None):
         return "kept"
     try:
-        return REMOVED if entry.remove() else "being fetched"
+        return REMOVED if entry.remove() else "being made" if entry.kind == "splits" else "being fetched"
     except OSError as error:  # it may name a file without its directory
         raise StartError(f"{entry.path}: cannot be removed: {error.strerror or error}") from error
 

@@ -21,11 +21,13 @@ from relayline.deploy.models.splits import split_place, splits_dir
 from relayline.stage.joining.artifact_store import Cached, cached, remove
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import home
+from relayline.wire.common.scratch import LOCK
 from relayline.wire.common.texts import layer_ranges
-from relayline.wire.common.use import is_used
+from relayline.wire.common.use import is_file_used, is_used
 
 BLOCK_BYTES = 512  # of st_blocks, whatever the file system
 IN_USE = "in use"  # why something is not removed
+PARTIAL_BLOBS, PARTIAL_HEADERS = "blobs/*.relayline", f"**/.partial-*/{LOCK}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,12 +122,12 @@ def kept_downloads() -> list[Kept]:
     root = hub_cache()
     found = []
     for path in root.glob("models--*") if root.is_dir() else ():
-        partial = any((path / "blobs").glob("*.relayline"))
+        partial = any(path.glob(PARTIAL_BLOBS))
         if not partial and not any((path / "snapshots").glob("*/**/*.gguf")):
             continue  # of another program
         name = path.name.removeprefix("models--").replace("--", "/", 1)
         state, used_s = "partial" if partial else "whole", max(each.stat().st_mtime for each in (path, path / "blobs"))
-        found.append(Kept("downloads", name, path, _size_of(path), state, used_s, _remover(path)))
+        found.append(Kept("downloads", name, path, _size_of(path), state, used_s, _remover(path, PARTIAL_BLOBS)))
     return found + _kept_headers()
 
 
@@ -136,12 +138,17 @@ def _kept_headers() -> list[Kept]:
     for path in root.iterdir() if root.is_dir() else ():
         name = path.name.replace("--", "/", 1)
         state = IN_USE if any(model.is_relative_to(path) for model in in_use) else "headers"
-        found.append(Kept("downloads", name, path, _size_of(path), state, path.stat().st_mtime, _remover(path)))
+        used_s, remover = path.stat().st_mtime, _remover(path, PARTIAL_HEADERS)
+        found.append(Kept("downloads", name, path, _size_of(path), state, used_s, remover))
     return found
 
 
-def _remover(path: Path) -> Callable[[], bool]:
+def _remover(path: Path, locked: str = "") -> Callable[[], bool]:
+    """Return what removes a directory; `locked`: what in it a process that writes there holds; empty: itself."""
+
     def remove_it() -> bool:
+        if any(map(is_file_used, path.glob(locked) if locked else [path])):
+            return False
         shutil.rmtree(path)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -14,12 +15,14 @@ import pytest
 from click.testing import CliRunner
 
 from relayline.deploy.cli.cache import _outcome, cache_command
-from relayline.deploy.launch.cached import Kept
-from relayline.deploy.models.splits import split_place
+from relayline.deploy.launch.cached import Kept, hub_cache
+from relayline.deploy.models.hub_files import headers_dir
+from relayline.deploy.models.splits import split_place, splits_dir
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.processes import relayline
 from relayline.stage.joining.artifact_store import Slot, cached, remove
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.scratch import scratch_directory
 from relayline.wire.common.use import Use
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -108,6 +111,36 @@ def test_a_fetch_under_way_is_left_alone(tmp_path: Path) -> None:
     slot.unlock()
     assert remove(entry)
     assert cached(tmp_path) == []
+
+
+def test_a_split_and_downloads_under_way_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    split, headers = splits_dir() / "one", headers_dir() / "org--repo" / "commit"
+    blob = hub_cache() / "models--org--repo" / "blobs" / "etag.relayline"
+    for directory in (split, headers, blob.parent):
+        directory.mkdir(parents=True)
+    blob.touch()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(scratch_directory(".partial-", headers))
+        stack.enter_context(contextlib.closing(Use([split, blob])))
+        assert cleared() == {"splits": "being made", "downloads": "being fetched"}
+        assert split.exists()
+        assert blob.exists()
+    assert cleared() == {"splits": "removed", "downloads": "removed"}
+    assert not any(path.exists() for path in (split, headers, blob))
+
+
+def cleared() -> dict[str, str]:
+    found = {}
+    for kind in ("splits", "downloads"):
+        states = {
+            json.loads(line)["state"] for line in relayline("cache", kind, "--clear", "--json").stdout.splitlines()
+        }
+        (found[kind],) = states
+    return found
 
 
 def test_an_entry_that_cannot_be_removed_is_named_with_its_directory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import datetime
 import heapq
 import logging
@@ -27,6 +28,11 @@ class RotatedFile(logging.handlers.RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Lose the line: a full disk must not end the logged process."""
+
+    def close(self) -> None:
+        """Close the file, and lose the lines that a full disk did not take."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class LogWriter:

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import http.server
 import json
+import logging
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ from relayline.deploy.launch.log_files import LogReader, LogWriter, merged
 from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
 from relayline.deploy.launch.restarts import RestartHistory, RestartPolicy
+from relayline.deploy.launch.run import log_file
 from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
 from relayline.deploy.testing.processes import COMMAND, TIMEOUT_S, relayline
 from relayline.wire.common.errors import StartError, UsageError
@@ -373,6 +375,15 @@ def test_logs_that_are_followed_end_with_their_reader(tmp_path: Path) -> None:
 def last_lines(path: Path, n_lines: int) -> list[str]:
     with contextlib.closing(LogReader(path)) as reader:
         return reader.last_lines(n_lines)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no disk that is always full")
+def test_a_log_on_a_full_disk_hides_no_other_error() -> None:
+    writer = LogWriter(Path("/dev/full"))
+    writer.write("lost")
+    writer.close()
+    with log_file(Path("/dev/full")) as handler:
+        handler.handle(logging.makeLogRecord({"msg": "lost"}))
 
 
 def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ def issue(
     return Issued(out, identity, hosts, cert.not_valid_after_utc)
 
 
+def is_whole(out: Path) -> bool:
+    """Return whether `issue` has written all that belongs to a certificate: it may have been killed before."""
+    try:
+        key = serialization.load_pem_private_key((out / KEY_FILE).read_bytes(), password=None)
+        is_pair = key.public_key() == read_certificate(out / CERT_FILE).public_key()
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        return False
+    return is_pair and (out / CA_FILE).exists() and (out / TOKEN_FILE).exists()
+
+
 def _write_pair(out: Path, key: bytes, cert: bytes) -> None:
     """Write a key and its certificate. Where the disk has no room for both, the earlier pair stays. Raises OSError."""
     with replaced(out / KEY_FILE, PRIVATE) as key_file, replaced(out / CERT_FILE, _PUBLIC) as cert_file:

@@ -20,6 +20,7 @@ from relayline.deploy.launch.certificates import (
     CA_KEY_FILE,
     PRIVATE,
     init_authority,
+    is_whole,
     issue,
     issued_token,
     revoked_serials,
@@ -72,7 +73,7 @@ def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None =
     revoked = revoked_serials(root)
     for name, identity in wanted.items():
         out = root / name
-        if not _is_good(out / CERT_FILE, identity, revoked, now):
+        if not _is_good(out, identity, revoked, now):
             issue(root, identity.host, (), DAYS_VALID, out, now, role=identity.role, stage=identity.name)
     return root / COORDINATOR_DIR
 
@@ -150,10 +151,10 @@ def stage_token(directory: Path, stage: Stage) -> Path:
     return directory / f"{stage.name}.token"
 
 
-def _is_good(path: Path, wanted: Identity, revoked: frozenset[int], now: datetime.datetime) -> bool:
-    if not path.exists():
+def _is_good(directory: Path, wanted: Identity, revoked: frozenset[int], now: datetime.datetime) -> bool:
+    if not (directory / CERT_FILE).exists() or not is_whole(directory):
         return False
-    certificate = read_certificate(path)
+    certificate = read_certificate(directory / CERT_FILE)
     stated = Identity(wanted.role, credential_host(wanted.host), wanted.name)
     return (
         identity_of(certificate) == stated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -42,6 +43,7 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.ports import port_problem
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security, read_token
+from relayline.wire.links.tls_material import check_material
 from tests.support.launches import launched
 from tests.support.tiny_models import make_tiny
 
@@ -418,6 +420,42 @@ def test_a_ca_that_was_cut_short_is_made_again(left: list[str], tmp_path: Path) 
         (tmp_path / "own" / name).write_text("half")
     here = make_own_tls(manifest_of(text, tmp_path), tmp_path / "own")
     assert load_security(here, environment={}).token
+
+
+@pytest.mark.parametrize("age_days", [0, 360], ids=["new", "renewed"])
+def test_material_that_was_cut_short_anywhere_is_made_again(
+    age_days: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
+    manifest, now = manifest_of(text, tmp_path), datetime.datetime.now(datetime.UTC)
+    replace, n_cuts = Path.replace, 0
+    while True:
+        root = tmp_path / f"own-{n_cuts}"
+        if age_days:
+            make_own_tls(manifest, root, now - datetime.timedelta(days=age_days))
+        n_left = n_cuts
+
+        def cut_short(path: Path, target: Path) -> Path:
+            nonlocal n_left
+            if n_left == 0:
+                raise _KilledError
+            n_left -= 1
+            return replace(path, target)
+
+        with monkeypatch.context() as patched, contextlib.suppress(_KilledError):
+            patched.setattr(Path, "replace", cut_short)
+            make_own_tls(manifest, root, now)
+            break
+        here = make_own_tls(manifest, root, now)
+        for directory, name in ((here, ""), (root / "here", "here")):
+            assert load_security(directory, environment={}, name=name).token
+            check_material(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
+        n_cuts += 1
+    assert n_cuts >= 8
+
+
+class _KilledError(BaseException):
+    """The process ends here."""
 
 
 def test_without_tls_the_launcher_makes_a_token_once(tmp_path: Path) -> None:

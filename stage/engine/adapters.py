@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.wire.common.errors import ModelFileError, NativeError, ProtocolError
+from relayline.wire.common.files import naming
 from relayline.wire.common.scratch import scratch_directory
+from relayline.wire.common.texts import file_error_text
 from relayline.wire.model_files.adapters import (
     Adapter,
     check_architecture,
@@ -55,13 +58,16 @@ class Adapters:
         check_architecture(file, artifact.architecture, artifact.source_layers)
         check_shapes(file, tensors, layers, first)
         try:
-            with scratch_directory("relayline-lora-") as directory, (directory / "part.gguf").open("wb") as part:
-                n_changed = write_part(file, layers, part, first)
+            with scratch_directory("relayline-lora-") as directory:
+                path = directory / "part.gguf"
+                with naming(path), path.open("wb") as part:
+                    n_changed = write_part(file, layers, part, first)
                 if n_changed:
                     ggml.LOG.watch()
-                    self._loaded[index] = llama.llama_adapter_lora_init(model, part.name.encode())
+                    self._loaded[index] = llama.llama_adapter_lora_init(model, os.fsencode(path))
         except OSError as error:
-            raise NativeError(f"{adapter.path}: its part for this stage cannot be written: {error}") from error
+            text = f"its part for this stage cannot be written: {file_error_text(error)}"
+            raise NativeError(f"{adapter.path}: {text}; TMPDIR=DIRECTORY puts it elsewhere") from error
         if n_changed and not self._loaded[index]:
             raise ModelFileError(f"{adapter.path}: cannot be loaded: {ggml.LOG.reason('llama.cpp gave no reason')}")
         log.info(

@@ -33,6 +33,7 @@ from relayline.coordinator.sessions.tenants import Level, Tenant
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import NotReadyError
 from relayline.wire.common.tasks import set_within
+from relayline.wire.common.texts import file_error_text
 from relayline.wire.settings.table import ServingSettings
 
 log = logging.getLogger("relayline.batches")
@@ -222,14 +223,15 @@ class Keeper:
             try:
                 await self.call(self.store.delete_file, file.id)
             except OSError as error:
-                log.warning("%s has expired and cannot be deleted, which is tried again: %s", file.id, error)
+                text = "%s has expired and cannot be deleted, which is tried again: %s"
+                log.warning(text, file.id, file_error_text(error))
 
     async def _attend(self, batch: StoredBatch, work: _Work) -> None:
         """Bring one batch to its end."""
         try:
             await self._finish(batch, batch.ending or await self._end_of(batch, work))
         except OSError as error:  # of the store, as of a full disk
-            log.warning("%s is tried again: %s", batch.id, error)
+            log.warning("%s is tried again: %s", batch.id, file_error_text(error))
             await asyncio.sleep(SWEEP_S)
         except Exception:
             log.exception("%s is tried again", batch.id)

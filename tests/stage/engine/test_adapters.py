@@ -4,6 +4,9 @@ adapters, and steps may change between them.
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +17,9 @@ from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.deploy.testing.tiny_adapters import adapter_of, make_adapter
+from relayline.stage.engine import adapters
 from relayline.stage.engine.native import NativeEngine
-from relayline.wire.common.errors import ModelFileError, ProtocolError
+from relayline.wire.common.errors import ModelFileError, NativeError, ProtocolError
 from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES
 from tests.support.chain import Chain
 from tests.support.family_check import ERROR_MAX, covering_cuts
@@ -85,6 +89,22 @@ def test_a_stage_whose_layers_an_adapter_leaves_alone_serves_it(tmp_path: Path) 
     with Chain(tmp_path / "split", pipeline, adapters=[adapter_of(lora, "first")]) as chain:
         found = chain_logits(chain, 1)
     assert far(found, whole_logits(model, (lora, 1.0))) < ERROR_MAX
+
+
+def test_a_full_temporary_directory_is_named_with_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama", tmp_path / "model.gguf")
+    lora = make_adapter(model, tmp_path / "lora.gguf")
+    split_model(model, tmp_path / "split", n_stages=1)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(adapters, "write_part", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = engine_config(tmp_path / "split" / "stage-0.gguf", 1, 64, adapters=(adapter_of(lora),))
+    says = rf"cannot be written: {tmp_path}/relayline-lora-\w{{8}}/part.gguf: No space left on device; TMPDIR=DIRECTORY"
+    with pytest.raises(NativeError, match=says):
+        NativeEngine(config)
 
 
 def test_a_choice_that_is_not_there_is_refused_and_the_engine_goes_on(tmp_path: Path) -> None:

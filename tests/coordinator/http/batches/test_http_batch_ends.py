@@ -191,7 +191,7 @@ async def test_a_batch_that_fills_the_disk_ends(
 
 
 async def test_a_batch_whose_end_finds_no_disk_leaves_its_input_to_be_deleted(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keepers, "SWEEP_S", 0.01)
     generator = Held(n_free=1)
@@ -211,6 +211,8 @@ async def test_a_batch_whose_end_finds_no_disk_leaves_its_input_to_be_deleted(
         done = await ended(client, batch.id)
         assert (done.status, len(generator.requests)) == ("completed", 2)
         assert sorted(await lines_of(client, done.output_file_id)) == list("ab")
+    assert f"{batch.id} is tried again: " in caplog.text
+    assert "Errno" not in caplog.text
 
 
 async def test_a_coordinator_that_drains_refuses_what_its_disk_takes_no_more(

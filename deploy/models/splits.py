@@ -21,7 +21,7 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.places import cache_dir, moving_cache
 from relayline.wire.common.texts import not_text
-from relayline.wire.common.use import ASKED_FOR_S, is_free
+from relayline.wire.common.use import ASKED_FOR_S, is_file_used, is_free
 
 log = logging.getLogger("relayline.up")
 
@@ -67,7 +67,8 @@ def remove_replaced(place: Path) -> None:
         split = mark.parent
         try:
             age_s = place.stat().st_mtime - split.stat().st_mtime  # by the file system's clock
-            if split == place or age_s < ASKED_FOR_S or not is_free(split):
+            is_needed = is_file_used(split) or not is_free(split)  # another coordinator makes it, or somebody has it
+            if split == place or age_s < ASKED_FOR_S or is_needed:
                 continue
             shutil.rmtree(split)
         except OSError as error:

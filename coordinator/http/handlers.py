@@ -192,7 +192,6 @@ class Handlers:
             created=created,
             model=prepared.model,
             fingerprint=service.fingerprint,
-            include_usage=plan.include_usage,
             return_token_ids=plan.return_token_ids,
             n_prompt_logprobs=plan.n_prompt_logprobs,
             service_tier=plan.service_tier or msgspec.UNSET,

@@ -31,7 +31,6 @@ class Header:
     created: int  # unix seconds
     model: str
     fingerprint: str
-    include_usage: bool  # events carry a `usage` field, null except in the last
     return_token_ids: bool
     n_prompt_logprobs: int = -1  # of each token of a prompt, as vLLM shows them; below 0: none
     service_tier: ServiceTier | UnsetType = UNSET  # where it was asked for
@@ -145,7 +144,7 @@ class CompletionDialect(_ChoiceStream):
 
     def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
         """Return the event that says how far a prompt has been read, as llama-server has it."""
-        body = self._body([shapes.CompletionChoice("", index)], None if self._header.include_usage else UNSET)
+        body = self._body([shapes.CompletionChoice("", index)])
         body.prompt_progress = shapes.PromptProgress.of(progress, time_ms)
         return shapes.encode(body)
 
@@ -164,9 +163,9 @@ class CompletionDialect(_ChoiceStream):
 
     def _event(self, choices: list[shapes.CompletionChoice], usage: Usage | None = None) -> bytes:
         so_far = self.so_far()
-        return shapes.encode(self._body(choices, (usage or so_far.usage) if self._header.include_usage else UNSET))
+        return shapes.encode(self._body(choices, usage or so_far.usage or UNSET))
 
-    def _body(self, choices: list[shapes.CompletionChoice], usage: Usage | UnsetType | None) -> shapes.Completion:
+    def _body(self, choices: list[shapes.CompletionChoice], usage: Usage | UnsetType = UNSET) -> shapes.Completion:
         header = self._header
         timings = self.so_far().timings
         return shapes.Completion(
@@ -249,7 +248,6 @@ class ChatDialect(_ChoiceStream):
                 header.model,
                 header.fingerprint,
                 [shapes.ChunkChoice(index, shapes.Delta())],
-                None if header.include_usage else UNSET,
                 service_tier=header.service_tier,
                 prompt_progress=shapes.PromptProgress.of(progress, time_ms),
             )
@@ -294,14 +292,13 @@ class ChatDialect(_ChoiceStream):
         self, choices: list[shapes.ChunkChoice], usage: Usage | None = None, prompt: Prompt | None = None
     ) -> bytes:
         header, so_far = self._header, self.so_far()
-        shown = (usage or so_far.usage) if header.include_usage else UNSET
         body = shapes.ChatChunk(
             header.id,
             header.created,
             header.model,
             header.fingerprint,
             choices,
-            shown,
+            usage or so_far.usage or UNSET,
             timings=so_far.timings,
             service_tier=header.service_tier,
             prompt_token_ids=_prompt_ids(header, prompt),

@@ -178,7 +178,7 @@ class Completion(Struct):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: Usage | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"
     timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET  # of an event with `return_progress`
@@ -256,7 +256,7 @@ class ChatChunk(Struct):
     model: str
     system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: Usage | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     service_tier: ServiceTier | UnsetType = UNSET  # where the request named one
     timings: Timings | UnsetType = UNSET

@@ -167,6 +167,7 @@ def _plan(
     biases, bias_texts = _biases(body.logit_bias or {})
     n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     sampling = _sampling(body, biases, max(n_logprobs, n_prompt_logprobs), random_seed)
+    options = body.stream_options
     return Plan(
         n=n,
         max_tokens=max_tokens,
@@ -175,7 +176,7 @@ def _plan(
         stops=_stops(body.stop, limits),
         ignore_eos=bool(body.ignore_eos),
         stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(options and options.include_usage),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
         cache_prompt=body.cache_prompt is not False,
@@ -189,7 +190,7 @@ def _plan(
         dry_texts=dry_texts(body) if "dry_multiplier" in dict(sampling.numbers) else (),
         n_logprobs=n_logprobs,
         n_prompt_logprobs=n_prompt_logprobs,
-        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         shows_timings=bool(body.timings_per_token),
         shows_progress=bool(body.return_progress and body.stream),
         line_end=_line_end(body),

@@ -14,10 +14,7 @@ from relayline.coordinator.http.replies.dialects import ChatDialect, CompletionD
 from relayline.coordinator.sessions.generation import TokenEvent
 
 TRICKY = '"content":"" "text":""'  # a model may be called anything
-
-
-def header(*, include_usage: bool) -> Header:
-    return Header("chatcmpl-1", 1_790_000_000, TRICKY, "relayline-1", include_usage, return_token_ids=False)
+HEADER = Header("chatcmpl-1", 1_790_000_000, TRICKY, "relayline-1", return_token_ids=False)
 
 
 def chat(each: Header, n_top: int) -> ChatDialect:
@@ -29,12 +26,12 @@ def completion(each: Header, n_top: int) -> CompletionDialect:
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-@given(text=st.text(min_size=1), index=st.integers(0, 3), include_usage=st.booleans())
+@given(text=st.text(min_size=1), index=st.integers(0, 3))
 def test_a_text_is_written_as_in_any_event(
-    make: Callable[[Header, int], ChatDialect | CompletionDialect], text: str, index: int, include_usage: bool
+    make: Callable[[Header, int], ChatDialect | CompletionDialect], text: str, index: int
 ) -> None:
     text = text.encode("utf-8", "replace").decode()
-    quick, plain = (make(header(include_usage=include_usage), -1) for _ in range(2))
+    quick, plain = (make(HEADER, -1) for _ in range(2))
     plain.so_far = lambda: SoFar()  # as if events had to tell of the whole answer
     for each in (text, "", text):
         assert quick.growth_event(index, Growth(each)) == plain.growth_event(index, Growth(each))
@@ -42,7 +39,7 @@ def test_a_text_is_written_as_in_any_event(
 
 
 def test_an_event_with_more_than_text_is_written_whole() -> None:
-    dialect: OpenAIStream = chat(header(include_usage=False), -1)
+    dialect: OpenAIStream = chat(HEADER, -1)
     assert isinstance(dialect, ChatDialect)
     thought = json.loads(dialect.growth_event(0, Growth("a", reasoning="b")))["choices"][0]["delta"]
     assert thought == {"content": "a", "reasoning_content": "b"}

@@ -49,7 +49,7 @@ _COMPLETIONS: tuple[Body, ...] = (
     {"logit_bias": [[99999, 1]]},
     {"logit_bias": "x"}, {"stop": ["\n"], "stream": True}, {"ignore_eos": True, "stream": True, "n_predict": 2},
     {"stream": True, "prompt": ["a", "b"]}, {"stream": True, "prompt": [99999]}, {"n_indent": 4}, {"samplers": "kt"},
-    {"samplers": []}, {"samplers": ["nothing"]}, {"samplers": ["top-k", "temp"]},
+    {"samplers": []}, {"samplers": ["nothing"]}, {"samplers": ["top-k", "temp"]}, {"samplers": ["temp", "top_k"]},
     {"dry_sequence_breakers": []}, {"dry_base": 0.5}, {"mirostat": 3},
     {"prompt": "x", "return_tokens": True, "n_probs": 1, "stream": True}, {"cache_prompt": False},
     {"response_fields": []}, {"response_fields": ["timings/predicted_n"]},

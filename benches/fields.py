@@ -66,7 +66,7 @@ RULES = (
     Rule("/completion", '"json_schema": {}', "", "{} allows any value; llama-server has an object of it"),
     Rule("/completion", r'"samplers": \[("top_k"(, "(infill|adaptive_p)")?)?\]', "",
          "sampled at temperature 1: draws are our own"),
-    Rule("/completion", '"samplers"', _REFUSED, "another order, and unknown ones, are refused"),
+    Rule("/completion", '"samplers"', _REFUSED, "unknown ones, and some orders, are refused"),
     Rule("/completion", '"(seed|typical_p|xtc_probability|mirostat)"', r"/content", "draws are our own"),
     Rule("/completion", "mirostat", r"", "draws are our own"),
     Rule("/completion", "dynatemp_range", r"/content", "temperature 0 is the likeliest token"),

@@ -57,7 +57,7 @@ def test_a_setting_is_its_entry_and_its_use(name: str) -> None:
     assert len(found) == documented("setting"), found
 
 
-@pytest.mark.parametrize("name", ["top_n_sigma", "typical_p"])
+@pytest.mark.parametrize("name", ["dynatemp_range", "typical_p"])
 def test_a_sampler_field_is_its_entry_and_its_use(name: str) -> None:
     """The rooms of llama-server's and Ollama's dialects list their names too."""
     assert BY_NAME[name].is_public

@@ -7,9 +7,10 @@ rarely change the pick (`stage.sampling.draws`). A token that they move over the
 that token is the pick, because the others' noise stays the same.
 
 Order: biases, penalties and bans (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`),
-top-n-sigma, top-k, typical-p, top-p, min-p, XTC, infill, temperature, draw. The filters keep what llama.cpp's of the
-same names keep (`stage.sampling.filters`, `stage.sampling.sorting_filters`, `stage.sampling.infill`). The temperature
-may follow from what they leave (`stage.sampling.dynamic_temperature`).
+top-n-sigma, top-k, typical-p, top-p, min-p, XTC, infill, temperature, draw. A request may ask for another order of the
+filters and the temperature (`wire.common.sampler_order`). The filters keep what llama.cpp's of the same names keep
+(`stage.sampling.filters`, `stage.sampling.sorting_filters`, `stage.sampling.infill`). The temperature may follow from
+what they leave (`stage.sampling.dynamic_temperature`).
 
 Mirostat stands in place of penalties and filters, adaptive-p in place of the plain draw. They alone have a state that
 tokens do not tell: it travels with each sample, and comes back with the open (`stage.sampling.carried`).
@@ -40,11 +41,12 @@ from relayline.stage.sampling.infill import Infill
 from relayline.stage.sampling.mirostat import Mirostat
 from relayline.stage.sampling.noise import Noise
 from relayline.stage.sampling.penalties import Penalties, Repetition
-from relayline.stage.sampling.sorting_filters import Filters, xtc_acts
+from relayline.stage.sampling.sorting_filters import Filters, kept_behind, xtc_acts
 from relayline.stage.sampling.together import DrawsTogether
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
 from relayline.wire.common.sampler_fields import BY_NAME, check_numbers
+from relayline.wire.common.sampler_order import order_of
 
 _U64 = (1 << 64) - 1
 
@@ -108,13 +110,16 @@ class SamplingOptions:
 
     @property
     def sorting_filters(self) -> Filters | None:
-        """The filters that sort tokens, or come before what looks at all that are left; None if none is asked for."""
+        """The filters that sort tokens, act in another order, or come before what looks at all that are left; None if
+        none is asked for.
+        """
         sigma, typical = self.number("top_n_sigma"), self.number("typical_p")
         xtc = self.number("xtc_threshold") if self.number("xtc_probability") else 1.0
         looks_at_all = self.number("infill") or self.number("dynatemp_range") or self.number("adaptive_target") >= 0
-        if sigma == 0 and typical == 1.0 and xtc > 0.5 and not looks_at_all:
+        order = int(self.number("sampler_order"))
+        if sigma == 0 and typical == 1.0 and xtc > 0.5 and not looks_at_all and not order:
             return None
-        return Filters(sigma, self.top_k, typical, self.top_p, self.min_p, xtc)
+        return Filters(sigma, self.top_k, typical, self.top_p, self.min_p, xtc, order_of(order))
 
     def __post_init__(self) -> None:
         """Raise ProtocolError for values that the coordinator should never have sent."""
@@ -300,14 +305,18 @@ class SessionSampler:
         if self._sorting is not None:
             filters = self._sorting
             if not xtc_acts(options.seed, position, options.number("xtc_probability")):
-                filters = dataclasses.replace(filters, xtc_threshold=1.0)
-            tokens = filters.kept(logits)
+                filters = filters.without_xtc()
+            before, behind = filters.parts
+            tokens = before.kept(logits)
             if self._infill is not None:
                 tokens = self._infill.kept(tokens, logits[tokens])
             kept = logits[tokens]
             temperature, reach = options.temperature, options.number("dynatemp_range")
             if reach:
                 temperature = dynamic_temperature(kept, temperature, reach, options.number("dynatemp_exponent"))
+            if behind.order and temperature > 0:
+                tokens = kept_behind(behind, tokens, kept, temperature)
+                kept = logits[tokens]
             if self._adaptive is not None:
                 return _adapted(self._adaptive, tokens, kept, temperature, keys, position, scratch.draws)
             if temperature == 0:

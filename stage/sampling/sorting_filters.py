@@ -1,7 +1,8 @@
 """Filters that must sort tokens: top-n-sigma, typical-p and XTC, with the others in between. Pure.
 
-The order and the arithmetic are those of llama.cpp's chain: top-n-sigma, top-k, typical-p, top-p, min-p, XTC. Only
-sessions that ask for one of the three come here. Of a large vocabulary only the tokens that may be kept are sorted.
+The arithmetic and the usual order are those of llama.cpp's chain: top-n-sigma, top-k, typical-p, top-p, min-p, XTC.
+Only sessions that ask for one of the three, or for another order, come here. Of a large vocabulary only the tokens that
+may be kept are sorted.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from relayline.stage.sampling.draws import noise_keys
+from relayline.stage.sampling.draws import clipped, noise_keys
 from relayline.stage.sampling.filters import largest_tokens
+from relayline.wire.common.sampler_order import TEMPERATURE, USUAL
 
 Logits = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
@@ -33,24 +35,44 @@ class Filters:
     top_p: float = 1.0
     min_p: float = 0.0
     xtc_threshold: float = 1.0  # above 0.5 it removes nothing
+    order: tuple[str, ...] = USUAL  # those that act, by the names of `wire.common.sampler_order`
 
     def kept(self, logits: Logits) -> Tokens:
         """Return the tokens that are kept of `logits` (f32 [n], the largest finite), ascending; at least one."""
         tokens = np.flatnonzero(logits > -np.inf)
-        if self.top_n_sigma > 0:
-            finite = logits[tokens].astype(np.float64)
-            tokens = tokens[finite >= finite.max() - self.top_n_sigma * finite.std()]
-        if 0 < self.top_k < tokens.size:
-            tokens = tokens[largest_tokens(logits[tokens], self.top_k)]
-        if self.typical_p < 1.0:
-            tokens = tokens[_typical(logits[tokens], self.typical_p)]
-        if self.top_p < 1.0:
-            tokens = tokens[_likeliest(logits[tokens], self.top_p)]
-        if self.min_p > 0.0:
-            tokens = tokens[logits[tokens] >= np.float32(float(logits[tokens].max()) + math.log(self.min_p))]
-        if self.xtc_threshold <= 0.5:
-            tokens = tokens[_unlikely(logits[tokens], self.xtc_threshold)]
+        for name in self.order:
+            if name == "top_n_sigma" and self.top_n_sigma > 0:
+                finite = logits[tokens].astype(np.float64)
+                tokens = tokens[finite >= finite.max() - self.top_n_sigma * finite.std()]
+            elif name == "top_k" and 0 < self.top_k < tokens.size:
+                tokens = tokens[largest_tokens(logits[tokens], self.top_k)]
+            elif name == "typ_p" and self.typical_p < 1.0:
+                tokens = tokens[_typical(logits[tokens], self.typical_p)]
+            elif name == "top_p" and self.top_p < 1.0:
+                tokens = tokens[_likeliest(logits[tokens], self.top_p)]
+            elif name == "min_p" and self.min_p > 0.0:
+                tokens = tokens[logits[tokens] >= np.float32(float(logits[tokens].max()) + math.log(self.min_p))]
+            elif name == "xtc" and self.xtc_threshold <= 0.5:
+                tokens = tokens[_unlikely(logits[tokens], self.xtc_threshold)]
         return tokens.astype(np.int32)
+
+    def without_xtc(self) -> Filters:
+        """Return the same where XTC does not act."""
+        return dataclasses.replace(self, xtc_threshold=1.0)
+
+    @property
+    def parts(self) -> tuple[Filters, Filters]:
+        """Those before the temperature, and those behind it."""
+        at = self.order.index(TEMPERATURE)
+        before, behind = self.order[:at], self.order[at + 1 :]
+        return dataclasses.replace(self, order=before), dataclasses.replace(self, order=behind)
+
+
+def kept_behind(filters: Filters, tokens: Tokens, logits: Logits, temperature: float) -> Tokens:
+    """Return those of `tokens` that filters behind a temperature above 0 keep; `logits` are the tokens' own."""
+    scaled = (logits.astype(np.float64) - float(logits.max())) / clipped(temperature)
+    lowest = np.finfo(np.float32).min  # a token that has no chance is still there
+    return tokens[filters.kept(np.maximum(scaled, lowest).astype(np.float32))]
 
 
 # Below, rows are those of some tokens in their order, and places in these rows come back, ascending.

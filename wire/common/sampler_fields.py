@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from relayline.wire.common.bounds import PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import ProtocolError
+from relayline.wire.common.sampler_order import N_ORDERS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ FIELDS = (
     # The chance that tokens have on average; see stage.sampling.adaptive.
     SamplerField(name="adaptive_target", neutral=-1.0, low=0.0, high=1.0, is_off_below=True),
     SamplerField(name="adaptive_decay", neutral=0.9, low=0.0, high=0.99, only_with="adaptive_target"),
+    # Another order of the filters and the temperature; see wire.common.sampler_order.
+    SamplerField(name="sampler_order", neutral=0, low=0, high=N_ORDERS - 1, is_whole=True, is_public=False),
     # Where the session stands with one of these, as its last sample said; not given before the first.
     SamplerField(name="mirostat_mu", neutral=0.0, low=-1e6, high=1e6, is_public=False),
     # Nothing is sampled: a prompt's hidden rows become one embedding. See `POOLINGS`.

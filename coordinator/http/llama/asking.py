@@ -21,6 +21,7 @@ from relayline.coordinator.http.llama.settings import (
     ORDER,
     SAMPLER_LETTERS,
     generation_settings,
+    order_number,
     sampler_names,
 )
 from relayline.coordinator.http.requests.bodies import (
@@ -136,6 +137,18 @@ def read(raw: bytes | bytearray, tokenizer: Tokenizer, limits: HttpLimits) -> Re
     return Read(body, prompts, sent)
 
 
+def in_its_form(found: Read, plan: Plan) -> Plan:
+    """Return the plan of a body of this form. Raises InvalidRequestError.
+
+    Its answers always have timings, and may be of any length; its samplers may act in another order.
+    """
+    samplers, sampling = found.wants.samplers, plan.sampling
+    if samplers is not None and (number := order_number(_listed(samplers), sampling)):
+        numbers = tuple(sorted((*sampling.numbers, ("sampler_order", float(number)))))
+        sampling = dataclasses.replace(sampling, numbers=numbers)
+    return dataclasses.replace(plan, sampling=sampling, shows_timings=True, max_tokens_default=None)
+
+
 def read_infill(raw: bytes | bytearray, tokenizer: Tokenizer, limits: HttpLimits, ctx_tokens: int) -> Read:
     """Return the body of /infill. Raises InvalidRequestError, NotServedError for a vocabulary without its tokens."""
     fill_in = tokenizer.fill_in
@@ -194,11 +207,7 @@ def _with_defaults(sent: LlamaBody, limits: HttpLimits) -> CompletionBody:
     for name, value in DEFAULTS.items():
         if fields[name] is None:
             fields[name] = value
-    if sent.samplers is not None:
-        given = sent.samplers
-        fields |= _without(sampler_names(given) if isinstance(given, list) else _of_letters(given))
-    else:
-        fields |= _OFF[ADAPTIVE]
+    fields |= _OFF[ADAPTIVE] if sent.samplers is None else _without(_listed(sent.samplers))
     if isinstance(sent.logit_bias, dict):
         fields["logit_bias"] = [(_id_or_text(key), bias) for key, bias in sent.logit_bias.items()]
     fields["temperature"] = max(0.0, fields["temperature"])
@@ -221,8 +230,15 @@ def _id_or_text(key: str) -> int | str:
     return key if found is None else found
 
 
+def _listed(samplers: list[str] | str) -> list[str]:
+    """Return samplers by their usual names. Raises InvalidRequestError."""
+    names = _of_letters(samplers) if isinstance(samplers, str) else sampler_names(samplers)
+    if not set(names) <= set(ORDER) or len(set(names)) < len(names):
+        raise InvalidRequestError.of_field("samplers", f"only some of {', '.join(ORDER)}, each once")
+    return names
+
+
 def _of_letters(letters: str) -> list[str]:
-    """Return samplers by their letters. Raises InvalidRequestError."""
     unknown = next((letter for letter in letters if letter not in SAMPLER_LETTERS), None)
     if unknown is not None:
         text = f"{unknown!r} is not a sampler's letter; use {''.join(SAMPLER_LETTERS)}"
@@ -231,13 +247,7 @@ def _of_letters(letters: str) -> list[str]:
 
 
 def _without(samplers: list[str]) -> dict[str, Any]:
-    """Return the fields that turn off what `samplers` leaves out, and on what it adds.
-
-    Raises InvalidRequestError for another order.
-    """
-    order = [ORDER.index(name) if name in ORDER else -1 for name in samplers]
-    if -1 in order or order != sorted(set(order)):
-        raise InvalidRequestError.of_field("samplers", f"only some of {', '.join(ORDER)}, in this order")
+    """Return the fields that turn off what `samplers` leaves out, and on what it adds."""
     left_out = {field: off for name in _OFF if name not in samplers for field, off in _OFF[name].items()}
     return {INFILL: float(INFILL in samplers), **left_out}
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from relayline.coordinator.http.requests.bodies import CompletionBody
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.requests.validation import REPEAT_LAST_DEFAULT, dry_texts
+from relayline.coordinator.sessions.generation import SamplingParams
+from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.sampler_order import TEMPERATURE, USUAL, number_of
 
 # llama-server's defaults, where they differ from those of OpenAI's completions.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "n_predict": -1}
 )
-# In the order in which they act here, which is llama-server's default; two act only if they are asked for.
+# In the order in which they usually act, which is llama-server's default; two act only if they are asked for.
 INFILL, ADAPTIVE = "infill", "adaptive_p"
-ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", INFILL, "temperature", ADAPTIVE)
+_FIRST = ("penalties", "dry")
+ORDER = (*_FIRST, *USUAL[:-1], INFILL, TEMPERATURE, ADAPTIVE)
 SAMPLERS = tuple(name for name in ORDER if name not in (INFILL, ADAPTIVE))
 SAMPLER_LETTERS: Mapping[str, str] = MappingProxyType(dict(zip("edskypmxita", ORDER, strict=True)))
 # llama-server's other names of them, today's and earlier ones; `-` and `_` may be left out, capitals are small ones.
@@ -144,3 +148,45 @@ def sampler_names(sent: Iterable[str]) -> list[str]:
     """Return samplers by their usual names, each once; those that there are not as they were sent."""
     plain = {each: each.lower().replace("-", "").replace("_", "") for each in sent}
     return [*dict.fromkeys(_NAMES.get(name, each) for each, name in plain.items() if name not in _GONE)]
+
+
+def order_number(samplers: Sequence[str], sampling: SamplingParams) -> int:
+    """Return the number of the order in which a request's samplers are to act: 0 for the usual one.
+
+    Those that do nothing may stand anywhere, and so may adaptive-p, which comes last wherever it stands, as in
+    llama.cpp. Raises InvalidRequestError for an order that there is not.
+    """
+    if sampling.temperature == 0 or sampling.number("mirostat"):
+        return 0
+    acting = [name for name in samplers if name != ADAPTIVE and _acts(name, sampling)]
+    rank = {name: at for at, name in enumerate(_FIRST)} | dict.fromkeys(USUAL, 2) | {INFILL: 3}
+    if INFILL in acting:
+        rank[TEMPERATURE] = 4
+    if acting != sorted(acting, key=rank.__getitem__):
+        text = f"penalties come first, then dry; {INFILL} comes behind the filters and before temperature"
+        raise InvalidRequestError.of_field("samplers", text)
+    order = [name for name in acting if name in USUAL]
+    return 0 if order == sorted(order, key=USUAL.index) else number_of(order)
+
+
+def _acts(sampler: str, sampling: SamplingParams) -> bool:
+    """Return whether a sampler that is listed does anything."""
+    numbers = dict(sampling.numbers)
+    match sampler:
+        case "penalties":
+            return sampling.is_penalised or "repetition_penalty" in numbers
+        case "dry":
+            return "dry_multiplier" in numbers
+        case "top_k":
+            return sampling.top_k > 0
+        case "typ_p":
+            return "typical_p" in numbers
+        case "top_p":
+            return sampling.top_p < 1
+        case "min_p":
+            return sampling.min_p > 0
+        case "xtc":
+            return "xtc_probability" in numbers
+        case "temperature":
+            return sampling.temperature != 1 or "dynatemp_range" in numbers
+    return sampler in numbers

@@ -127,9 +127,7 @@ class Preparer:
             found = llama_asking.read_infill(work.raw, tokenizer, limits, work.ctx_tokens)
         else:
             found = llama_asking.read(work.raw, tokenizer, limits)
-        plan = validation.plan_completion(found.body, limits, work.asked.seed)
-        # Its answers always have timings, and may be of any length.
-        plan = dataclasses.replace(plan, shows_timings=True, max_tokens_default=None)
+        plan = llama_asking.in_its_form(found, validation.plan_completion(found.body, limits, work.asked.seed))
         prepared = self._prepared_completion(work, found.body, plan, found.prompts)
         texts = [tokenizer.decode(unpacked(prompt)) for prompt in prepared.prompts] if tokenizer.has_text else []
         prepared.answer_options = llama_asking.answer_options(found, plan, texts or [""] * len(prepared.prompts))

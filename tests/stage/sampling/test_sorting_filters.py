@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from typing import Any
 
 import llama_cpp
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from relayline.stage.sampling import sorting_filters
 from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
-from relayline.stage.sampling.sorting_filters import Filters, xtc_acts
+from relayline.stage.sampling.sorting_filters import Filters, kept_behind, xtc_acts
 from relayline.wire.common.errors import ProtocolError
+from relayline.wire.common.sampler_order import TEMPERATURE, USUAL, number_of, order_of
 
 N_VOCAB = 200
 
@@ -33,16 +35,16 @@ def kept_natively(logits: np.ndarray, samplers: list[Any]) -> list[int]:
 
     What one has cut is taken out before the next: its typical-p takes the logarithm of a chance of 0.
     """
-    tokens = np.flatnonzero(np.isfinite(logits)).tolist()
+    left = {int(token): float(logits[token]) for token in np.flatnonzero(np.isfinite(logits))}
     for sampler in samplers:
-        candidates = (llama_cpp.llama_token_data * len(tokens))(
-            *(llama_cpp.llama_token_data(token, float(logits[token]), 0.0) for token in tokens)
+        candidates = (llama_cpp.llama_token_data * len(left))(
+            *(llama_cpp.llama_token_data(token, left[token], 0.0) for token in sorted(left))
         )
-        found = llama_cpp.llama_token_data_array(candidates, len(tokens), -1, False)
+        found = llama_cpp.llama_token_data_array(candidates, len(left), -1, False)
         llama_cpp.llama_sampler_apply(sampler, ctypes.byref(found))
         llama_cpp.llama_sampler_free(sampler)
-        tokens = sorted(found.data[at].id for at in range(found.size) if np.isfinite(found.data[at].logit))
-    return tokens
+        left = {each.id: each.logit for each in found.data[: found.size] if np.isfinite(each.logit)}
+    return sorted(left)
 
 
 def is_near(ours: list[int], native: list[int]) -> bool:
@@ -85,6 +87,71 @@ def test_the_filters_stand_in_the_order_that_is_promised() -> None:
     assert Filters(top_p=0.5, xtc_threshold=0.1).kept(logits).tolist() == [1]
     assert Filters(xtc_threshold=0.5).kept(logits).tolist() == [0, 1, 2, 3, 4]
     assert Filters(xtc_threshold=0.35).kept(logits).tolist() == [0, 1, 2, 3, 4]
+
+
+NATIVE = {  # by sampler: llama.cpp's, with the limits of OTHER
+    "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(1.5),
+    "top_k": lambda: llama_cpp.llama_sampler_init_top_k(60),
+    "typ_p": lambda: llama_cpp.llama_sampler_init_typical(0.9, 1),
+    "top_p": lambda: llama_cpp.llama_sampler_init_top_p(0.8, 1),
+    "min_p": lambda: llama_cpp.llama_sampler_init_min_p(0.03, 1),
+    "xtc": lambda: llama_cpp.llama_sampler_init_xtc(1.0, 0.1, 1, 7),
+}
+OTHER = Filters(1.5, 60, 0.9, 0.8, 0.03, 0.1)
+
+
+def kept_in_order(order: tuple[str, ...], logits: np.ndarray, temperature: float) -> np.ndarray:
+    before, behind = dataclasses.replace(OTHER, order=order).parts
+    tokens = before.kept(logits)
+    return kept_behind(behind, tokens, logits[tokens], temperature)
+
+
+@settings(max_examples=300)
+@given(
+    logits=st.builds(row, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 8.0]), st.sampled_from([0, 50, 199])),
+    order=st.permutations(USUAL).map(tuple),
+    temperature=st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+)
+def test_another_order_keeps_what_the_native_chain_of_that_order_keeps(
+    logits: np.ndarray, order: tuple[str, ...], temperature: float
+) -> None:
+    made = NATIVE | {TEMPERATURE: lambda: llama_cpp.llama_sampler_init_temp(temperature)}
+    assert is_near(
+        kept_in_order(order, logits, temperature).tolist(), kept_natively(logits, [made[x]() for x in order])
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e30, float("inf")])
+def test_filters_behind_any_temperature_keep_a_token(temperature: float) -> None:
+    for order in (USUAL[::-1], (TEMPERATURE, *USUAL[:-1])):
+        logits = row(3, 5.0, 10)
+        kept = kept_in_order(order, logits, temperature)
+        assert kept.size
+        assert np.isfinite(logits[kept]).all()
+
+
+@pytest.mark.parametrize("order", [("xtc", "top_p"), (TEMPERATURE, "top_p", "top_k"), USUAL[::-1]])
+def test_a_sample_in_another_order_is_the_keyed_draw_among_what_it_keeps(order: tuple[str, ...]) -> None:
+    number = number_of(order)
+    numbers = {"top_n_sigma": 1.5, "typical_p": 0.9, "xtc_probability": 1.0, "xtc_threshold": 0.1}
+    options = SamplingOptions(
+        temperature=1.7, seed=11, top_k=60, top_p=0.8, min_p=0.03, numbers=numbers | {"sampler_order": number}
+    )
+    usual = dataclasses.replace(options, numbers=numbers)
+    sampler, draws, n_other = SessionSampler(options, N_VOCAB), Draws(N_VOCAB), 0
+    for position in range(60):
+        logits = row(position, 2.0, 0)
+        kept = kept_in_order(order_of(number), logits, 1.7)
+        expected = draws.draw(logits[kept], float(logits[kept].max()), 1.7, noise_keys(11, position), kept)
+        assert sampler.sample(logits, position).token == expected
+        n_other += SessionSampler(usual, N_VOCAB).sample(logits, position).token != expected
+    assert n_other
+
+
+def test_another_order_alone_is_no_plain_draw() -> None:
+    plain = SamplingOptions(temperature=0.5, top_p=0.9)
+    ordered = dataclasses.replace(plain, numbers={"sampler_order": number_of((TEMPERATURE, "top_p"))})
+    assert [SessionSampler(each, N_VOCAB).draws_plainly for each in (plain, ordered)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.sessions.streams import SessionStream
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import EOS, N_VOCAB, write_tokenizer
+from relayline.wire.common.sampler_order import order_of
 from tests.support.http_support import FakeGenerator, Script, says, serving, tokens
 
 GAP = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
@@ -128,11 +129,17 @@ async def test_prompts_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"prompt": [[1, None]]}, "prompt: must be text"),
         ({"prompt": "x", "post_sampling_probs": True}, "post_sampling_probs: not supported"),
         ({"prompt": "x", "mirostat": 3}, "mirostat: must be a whole number"),
-        ({"prompt": "x", "samplers": ["temperature", "top_k"]}, "samplers: only some of"),
-        ({"prompt": "x", "samplers": ["infill", "top_k"]}, "samplers: only some of"),
+        ({"prompt": "x", "samplers": ["top_k", "tip_p"]}, "samplers: only some of"),
+        ({"prompt": "x", "samplers": ["infill", "top_k"]}, "samplers: penalties come first, then dry"),
+        ({"prompt": "x", "samplers": ["temperature", "infill"]}, "samplers: penalties come first, then dry"),
+        ({"prompt": "x", "samplers": "ke", "repeat_penalty": 1.1}, "samplers: penalties come first, then dry"),
+        (
+            {"prompt": "x", "samplers": "de", "repeat_penalty": 1.1, "dry_multiplier": 1},
+            "samplers: penalties come first",
+        ),
         ({"prompt": "x", "n_indent": -1}, "n_indent"),
         ({"prompt": "x", "t_max_predict_ms": "soon"}, "t_max_predict_ms"),
-        ({"prompt": "x", "samplers": "tk"}, "samplers: only some of"),
+        ({"prompt": "x", "samplers": "kk"}, "samplers: only some of"),
         ({"prompt": "x", "samplers": "kz"}, "samplers: 'z' is not a sampler's letter"),
         ({"prompt": "x", "n_probs": 21}, "n_probs"),
         ({"prompt": [1, 9_999]}, "prompt: token 9999"),
@@ -158,9 +165,35 @@ async def test_samplers_that_are_left_out_do_nothing(tokenizer: Tokenizer) -> No
     assert none["generation_settings"]["samplers"] == []
 
 
-SILLY_TAVERN = {  # as it writes them for llama.cpp
-    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
-                 "adaptive_p"],
+@pytest.mark.parametrize(
+    ("asks", "order"),
+    [
+        ({"samplers": "tk"}, ["temperature", "top_k"]),
+        ({"samplers": ["min_p", "temp", "top_p", "top_k"]}, ["min_p", "temperature", "top_p", "top_k"]),
+        ({"samplers": "xkpt", "xtc_probability": 0.5}, ["xtc", "top_k", "top_p", "temperature"]),
+        ({"samplers": "xkpt"}, []),  # XTC does not act
+        ({"samplers": "tk", "temperature": 1}, []),
+        ({"samplers": "tk", "temperature": 0}, []),
+        ({"samplers": "tk", "mirostat": 2}, []),
+        ({"samplers": "aekt"}, []),  # nor do the first two
+        ({"samplers": "kpamt", "adaptive_target": 0.5}, []),
+        ({"samplers": "kit"}, []),
+        ({"samplers": "pkit"}, ["top_p", "top_k", "temperature"]),
+    ],
+)
+async def test_samplers_that_act_do_so_in_the_order_of_the_list(
+    tokenizer: Tokenizer, asks: dict[str, Any], order: list[str]
+) -> None:
+    _, (request,) = await asked(tokenizer, "/completion", says(b"y"), prompt="x", n_predict=1, **asks)
+    number = request.sampling.number("sampler_order")
+    assert order_of(int(number))[: len(order)] == tuple(order)
+    assert bool(number) == bool(order)
+
+
+SILLY_TAVERN = {  # version 1.19.0, as its server passes them on to llama.cpp
+    "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "tfs_z", "typical_p", "xtc", "top_p",
+                 "adaptive_p", "min_p", "temperature"],
+    "top_p": 0.95, "min_p": 0.01, "top_k": 0, "xtc_threshold": 0.1, "xtc_probability": 0, "dry_multiplier": 0,
     "adaptive_target": -0.01, "adaptive_decay": 0.9, "temperature": 0.7, "dynatemp_range": None, "min_keep": 0,
     "n_probs": 10, "logprobs": 10, "smoothing_factor": 0, "typical_p": 1, "typical": 1, "mirostat": 0,
     "repeat_penalty": 1.2, "repetition_penalty": 1.2, "repeat_last_n": 0,
@@ -171,7 +204,11 @@ SILLY_TAVERN = {  # as it writes them for llama.cpp
 async def test_silly_tavern_is_served(tokenizer: Tokenizer) -> None:
     found, (request,) = await asked(tokenizer, "/completion", leading, prompt="x", **SILLY_TAVERN)
     assert dict(request.sampling.numbers) == {"repetition_penalty": 1.2, "repeat_last_n": 0}
-    assert found["generation_settings"]["samplers"] == SILLY_TAVERN["samplers"]
+    assert found["generation_settings"]["samplers"] == [
+        name
+        for name in SILLY_TAVERN["samplers"]
+        if name not in ("tfs_z", "typical_p")  # once each
+    ]
     preset = {"samplers": ["top_k", "tfs_z", "typical_p", "top_p", "min_p", "temperature"], "typical_p": 0.5}
     found, (request,) = await asked(tokenizer, "/completion", leading, prompt="x", **(SILLY_TAVERN | preset))
     assert dict(request.sampling.numbers) == {"typical_p": 0.5}

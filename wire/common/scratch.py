@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,13 +54,15 @@ def _lock(directory: Path) -> int:
 
 def _remove_left(place: Path, prefix: str, own: Path) -> None:
     """Remove the directories of this prefix and user that nobody holds."""
-    now_s = own.stat().st_mtime  # by the file system's clock
+    made = own.stat()  # its time is by the file system's clock
     for path in place.glob(f"{prefix}{_RANDOM}"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            is_old = now_s - path.lstat().st_mtime > UNLOCKED_S
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue  # of another user, where root could make a lock as well
+            is_old = made.st_mtime - found.st_mtime > UNLOCKED_S and found.st_mode == made.st_mode  # made as this one
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_old else 0)
             lock = os.open(path / LOCK, flags, 0o600)
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(lock).st_uid == os.geteuid():
-                shutil.rmtree(path)
+            shutil.rmtree(path)

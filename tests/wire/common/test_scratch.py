@@ -36,6 +36,11 @@ def made_again(place: Path) -> None:
     assert not directory.exists()
 
 
+def make_old(directory: Path) -> None:
+    then_s = directory.stat().st_mtime - UNLOCKED_S - 1
+    os.utime(directory, (then_s, then_s))
+
+
 def test_what_a_killed_process_has_left_goes_and_a_living_ones_stays(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MAKES, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -65,23 +70,37 @@ def test_one_without_a_lock_goes_once_it_is_old(tmp_path: Path) -> None:
     """An older relayline makes no locks, and a removal may be cut short behind the lock."""
     left, new = tmp_path / "work-00000000", tmp_path / "work-11111111"
     for path in (left, new):
-        path.mkdir()
+        path.mkdir(mode=0o700)
         (path / "slice").touch()
-    then_s = left.stat().st_mtime - UNLOCKED_S - 1
-    os.utime(left, (then_s, then_s))
+    make_old(left)
     made_again(tmp_path)
     assert list(tmp_path.iterdir()) == [new]
 
 
 def test_those_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "work-00000000").mkdir()
-    (tmp_path / "work-00000000" / LOCK).touch()
+    left, unlocked = tmp_path / "work-00000000", tmp_path / "work-11111111"
+    for path in (left, unlocked):
+        path.mkdir(mode=0o700)
+    (left / LOCK).touch()
+    make_old(unlocked)
     with monkeypatch.context() as patched:
         patched.setattr(scratch.os, "geteuid", lambda: os.getuid() + 1)
         made_again(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["work-00000000"]
+    assert sorted(tmp_path.iterdir()) == [left, unlocked]
+    assert list(unlocked.iterdir()) == [], "root, who can make a lock there, would take it for its own"
     made_again(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_user_made_under_such_a_name_stays(tmp_path: Path) -> None:
+    """As `relayline certify --keep relayline-certify-20261201`: the name has as many characters."""
+    kept = tmp_path / "work-20261201"
+    kept.mkdir()
+    kept.chmod(0o755)
+    make_old(kept)
+    made_again(tmp_path)
+    assert list(tmp_path.iterdir()) == [kept]
+    assert list(kept.iterdir()) == []
 
 
 def test_without_locks_nothing_is_removed_and_the_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

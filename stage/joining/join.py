@@ -161,6 +161,13 @@ class JoinedStage:
         except LoadStoppedError:
             if stop.done() or not member.rest.is_asleep:
                 await self._rejoin(stop)
+        except RelaylineError as error:
+            if not self._is_waking:
+                raise
+            # The process stays: it can load once there is memory again, or its port is free.
+            log.warning("cannot wake: %s", error.message)
+            self._is_waking, self._wake_failure = False, failure_of(error)
+            member.rest.tell(pb.Rest(is_asleep=True, route_id=member.rest.route_id))
         finally:
             for end in ends:
                 end.remove_done_callback(give_up)
@@ -216,21 +223,11 @@ class JoinedStage:
 
     async def _serve(self, member: Member, files: Files, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
         config_of = self._config_at(host)
-        is_waking, self._is_waking = self._is_waking, False
-        slept = self._slept if is_waking else None
+        slept = self._slept if self._is_waking else None
         like = slept[1] if slept is not None and same_work(slept[0], member.order) else None
         async with contextlib.AsyncExitStack() as stack:
-            try:
-                serving = serve_changing(config_of(files, member.order), load, like)
-                served = await stack.enter_async_context(serving)
-            except RelaylineError as error:
-                if not is_waking:
-                    raise
-                # The process stays: it can load once there is memory again.
-                log.warning("cannot wake: %s", error.message)
-                self._wake_failure = failure_of(error)
-                member.rest.tell(pb.Rest(is_asleep=True, route_id=member.rest.route_id))
-                return
+            served = await stack.enter_async_context(serve_changing(config_of(files, member.order), load, like))
+            self._is_waking = False
             await self._serve_changing(member, host, served, config_of, stop)
 
     async def _serve_changing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import pytest
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.joining.service import JoinService
+from relayline.deploy.machine.ports import free_port
 from relayline.stage.engine.loading import WEIGHTS, Load
 from relayline.stage.joining import join
 from relayline.stage.joining.client import Member, introduction
 from relayline.wire.common.errors import NativeError
+from relayline.wire.common.process import first_of
 from relayline.wire.links.security import PLAINTEXT
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.table import EngineSettings
@@ -151,6 +154,30 @@ async def test_a_stage_that_cannot_load_says_why_and_can_be_woken_again(tmp_path
         engines.load = load
         await port.rest(is_asleep=False)
         await serves(port, engines)
+        await stage.stop()
+
+
+async def test_a_stage_whose_port_is_taken_while_it_sleeps_says_so_and_can_be_woken_again(
+    tmp_path: Path, engines: Engines
+) -> None:
+    async with resting(tmp_path / "split") as port:
+        port.service.resting.listener = heard = Heard()
+        own = free_port()
+        stage = Living(port.address, tmp_path, host="127.0.0.1", port=own)
+        await serves(port, engines)
+        await port.rest(is_asleep=True)
+        await port.asleep()
+        with socket.create_server(("127.0.0.1", own)):
+            await port.rest(is_asleep=False)
+            failed = asyncio.create_task(heard.failures.get())
+            await first_of(failed, stage.task)
+            assert failed.done(), "it stays: whoever holds the port may go"
+            assert failed.result()[0] == "box1"
+            assert f"127.0.0.1:{own} is taken by another process" in failed.result()[1]
+            await port.rest(is_asleep=True)
+        await port.rest(is_asleep=False)
+        await serves(port, engines)
+        assert [like and like.curves for like in engines.like] == [None, "learned"]
         await stage.stop()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from relayline.deploy.cli.console_http import Coordinator, key_option, name_argument, url_option
+from relayline.deploy.cli.console_http import ARGUMENT, Coordinator, key_option, name_argument, url_option
 from relayline.deploy.cli.options import Line, parse_cuts
 from relayline.deploy.launch.waiting import waits_text
 from relayline.wire.common.errors import StartError, UsageError
@@ -25,9 +25,22 @@ STATE_LINES = {
 }
 
 
+def _read_cuts(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """As `parse_cuts`. Raises UsageError for a list in two words, of which the second would be a pipeline's name."""
+    cuts, name = parse_cuts(ctx, parameter, text), ctx.params.get(ARGUMENT) or ""
+    if text is not None and name.replace(",", "").isdigit():
+        from relayline.deploy.launch.control import launched
+
+        if all(one.state.name != name for one in launched(None, name)):
+            raise UsageError(
+                f"no pipeline {name!r} was launched here; a list has commas and no blanks: --cuts {text},{name}"
+            )
+    return cuts
+
+
 @click.command("move", short_help="Give the stages other layers while serving.")
 @name_argument
-@click.option("--cuts", type=Line("layers"), callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
+@click.option("--cuts", type=Line("layers"), callback=_read_cuts, help="First layer of each later stage, e.g. 8,16.")
 @click.option("--json", "as_json", is_flag=True, help="Print the layers and the change as JSON at the end.")
 @url_option
 @key_option

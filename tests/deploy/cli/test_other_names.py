@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import click
 import pytest
@@ -12,6 +13,9 @@ from relayline.deploy.cli.main import COMMANDS, relayline
 from relayline.deploy.cli.other_names import COMMANDS as OTHER_COMMANDS
 from relayline.deploy.cli.other_names import FLAGS, explained
 from relayline.deploy.cli.up import up_command
+from relayline.deploy.launch.state import LaunchState, StateDir
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.phase import Phase
 
 UP_FLAGS = {name for parameter in up_command.params for name in parameter.opts}
 
@@ -62,6 +66,26 @@ def test_a_name_of_another_server_is_answered_with_ours(arguments: tuple[str, ..
 )
 def test_a_list_in_several_words_is_answered_with_how_it_is_written(arguments: tuple[str, ...], expected: str) -> None:
     assert said(*arguments).endswith(f"; a list has commas and no blanks: {expected}")
+
+
+@pytest.mark.parametrize("arguments", [("--cuts", "3", "5,8"), ("5,8", "--cuts", "3")])
+def test_the_rest_of_a_list_that_would_be_a_name_is_answered_so_too(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(UsageError) as raised:
+        said("move", *arguments)
+    assert raised.value.message.endswith("; a list has commas and no blanks: --cuts 3,5,8")
+
+
+def test_a_pipeline_may_be_named_as_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    directory = StateDir(tmp_path / "relayline" / "5")
+    directory.path.mkdir(parents=True)
+    directory.store(LaunchState(1, "5", "5.yaml", Phase.STOPPED, 1, 1))
+    with pytest.raises(UsageError) as raised:
+        said("move", "--cuts", "3", "5")
+    assert raised.value.message == "5 does not run here; `relayline status` shows what does"
 
 
 def test_an_argument_too_many_behind_a_whole_list_is_no_part_of_it() -> None:

@@ -151,16 +151,15 @@ def coordinator_join(
     known: PoolState | None = None,
     open_unread: OpenUnread | None = None,
 ) -> JoinConfig | None:
-    """Return how stages join, None if their addresses are given.
+    """Return how stages join, None if their addresses are given. `check_join_flags` has been called.
 
-    Raises as `check_join_flags`. `adapters`: of LoRA. `known`: the holders of layers since an earlier coordinator
-    served. `open_unread`: reads artifacts of a model whose weights are on the hub.
+    `adapters`: of LoRA. `known`: the holders of layers since an earlier coordinator served. `open_unread`: reads
+    artifacts of a model whose weights are on the hub. Raises UsageError.
     """
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage
     from relayline.coordinator.relay.config import RelayConfig
 
-    check_join_flags(given)
     if given["join_listen"] is None:
         return None
     engine = from_parameters(EngineSettings, given)
@@ -209,7 +208,7 @@ def fixed_stages(given: dict[str, Any]) -> tuple[str, ...]:
 
 def check_join_flags(given: dict[str, Any]) -> None:
     """Raise UsageError for flags of `serve` that say nothing or too much about how stages join, for a CA that is none,
-    and for files and directories that cannot be kept.
+    and for files and directories that cannot be kept. Call it once: it warns of the others, and tries the disk.
     """
     from relayline.deploy.launch.kept_places import check_kept_directories, check_kept_files
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 
+from relayline.coordinator import serve as coordinator_serve
 from relayline.deploy.cli import serve
 from relayline.deploy.cli.serve import serve_command
 from relayline.deploy.launch import kept_places
@@ -88,6 +92,24 @@ def test_a_coordinator_that_is_started_again_serves_with_a_disk_that_became_read
     assert f"{what}; what is new there is lost until it can be written again" in caplog.text
     with pytest.raises(UsageError, match="cannot be written: Read-only file system"):
         check_kept_files(("--keep-layers", tmp_path / "kept"))
+
+
+def test_serve_says_once_what_is_wrong_with_each_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split, configs = SimpleNamespace(directory=tmp_path, n_stages=2, known=None, open_unread=None), []
+    for name in ("cut_model", "read_shape", "on_moved"):
+        setattr(split, name, None)
+    monkeypatch.setattr(kept_places, "try_writing", failing(errno.ENOSPC))
+    monkeypatch.setattr(serve, "end_with_stdin", lambda: None)
+    monkeypatch.setattr(serve, "served_split", lambda *_: split)
+    monkeypatch.setattr(coordinator_serve, "run_coordinator", lambda config, _: configs.append(config))
+    flags = [f"--exit-with-stdin --pipeline {tmp_path} --join-listen 127.0.0.1:0 --http 127.0.0.1:0".split()]
+    flags += [[flag, str(tmp_path / flag.strip("-"))] for flag in (*DIRECTORIES, *FILES)]
+    serve_command.main(list(itertools.chain(*flags)), standalone_mode=False)
+    assert len(configs) == 1
+    warned = re.findall(r"warning (--\S+) .* what is new there is lost", capsys.readouterr().err)
+    assert sorted(warned) == sorted((*DIRECTORIES, *FILES))
 
 
 def test_too_little_room_for_one_file_is_a_warning(

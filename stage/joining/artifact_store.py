@@ -29,7 +29,7 @@ from relayline.stage.joining import survivors
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StartError
 from relayline.wire.common.file_hash import note_sha256, noted_sha256, remember_sha256, sha256_of
 from relayline.wire.common.files import write_again
-from relayline.wire.common.units import GIB, bytes_text
+from relayline.wire.common.units import bytes_text
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 USED = "used"  # its time says when a file without a pipeline.json was asked for last
@@ -125,9 +125,9 @@ class Slot:
             return
         missing_bytes, free_bytes = self._missing_and_free_bytes()
         raise StartError(
-            f"{self.directory.parent} has {free_bytes / GIB:.2f} GiB free, and {self.artifact.file} needs "
-            f"{missing_bytes / GIB:.2f} GiB more and {DISK_RESERVE_BYTES / GIB:.2f} GiB to spare; free space "
-            f"there or give another directory with --cache"
+            f"{self.directory.parent} has {bytes_text(free_bytes)} free, and {self.artifact.file} needs "
+            f"{bytes_text(missing_bytes)} more and {bytes_text(DISK_RESERVE_BYTES)} to spare; free space there "
+            "or give another directory with --cache"
         )
 
     @contextlib.contextmanager

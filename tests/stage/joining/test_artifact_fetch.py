@@ -269,7 +269,8 @@ async def test_a_full_disk_is_said_before_a_byte_is_fetched(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
-    with pytest.raises(StartError, match=r"0\.00 GiB free, .* needs 0\.0\d GiB more and 0\.06 GiB to spare.*--cache"):
+    needs = r"needs \d+\.\d [KM]iB more and 64\.0 MiB to spare; free space there or give another .* --cache"
+    with pytest.raises(StartError, match=rf" has 976\.6 KiB free, and \S+ {needs}$"):
         await fetched(tmp_path / "split", tmp_path / "cache")
     assert reads.offsets == []
 

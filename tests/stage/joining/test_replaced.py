@@ -116,7 +116,7 @@ async def test_they_go_before_the_fetch_where_the_disk_is_full(
     await host.move(splits, [4])
     assert host.keeps(splits) == [2, 4]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
-    with pytest.raises(StartError, match="GiB free"):
+    with pytest.raises(StartError, match="has 0 B free"):
         await fetched(splits[5], host.cache)
     assert host.keeps(splits) == [4]
 

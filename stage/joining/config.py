@@ -67,16 +67,22 @@ class JoinConfig:
         """Whether the system chooses the port: an address was given without one, or nobody else dials it."""
         return bool(self.host) or self.is_relayed
 
-    def ordered(self, order: pb.JoinResponse, artifact: Path, adapters: tuple[Adapter, ...], host: str) -> StageConfig:
-        """Return the stage that an order makes of this process, with its files here, at `host` of this machine.
+    def ordered(
+        self, order: pb.JoinResponse, artifact: Path, adapters: tuple[Adapter, ...], host: str, *, is_here: bool = True
+    ) -> StageConfig:
+        """Return the stage that an order makes of this process, with its files, at `host` of this machine.
 
-        The port is the first that is given: by this configuration, by the order, or as hosts usually have it.
+        The port is the first that is given: by this configuration, by the order, or as hosts usually have it. The last
+        is looked for once the files are here (`is_here`): another stage of the host may be quicker.
         """
+        port = self.port or (0 if self.chooses_port else order.listen_port)
+        if not port and not self.chooses_port and is_here:
+            port = usual_port(host)
         return StageConfig(
             name=self.name,
             artifact=artifact,
             host=host,
-            port=self.port or (0 if self.chooses_port else order.listen_port or usual_port(host)),
+            port=port,
             engine=dataclasses.replace(read_message(EngineSettings, order.engine), **self.own_settings),
             security=self.security,
             coordinator=identity_named(order.coordinator),

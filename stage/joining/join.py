@@ -217,7 +217,9 @@ class JoinedStage:
         """Return what says which stage an order leads to, on an address of this machine."""
 
         def config_of(files: Files, order: pb.JoinResponse) -> StageConfig:
-            return self._adapt(self._config.ordered(order, files.artifact, files.adapters, host), order)
+            is_here = files is not NO_FILES
+            ordered = self._config.ordered(order, files.artifact, files.adapters, host, is_here=is_here)
+            return self._adapt(ordered, order)
 
         return config_of
 

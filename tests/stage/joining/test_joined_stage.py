@@ -27,6 +27,7 @@ from relayline.deploy.machine.ports import free_port
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import TELL_EVERY_S, WEIGHTS, Load
 from relayline.stage.joining import artifact_fetch, attempts, join
+from relayline.stage.joining import config as stage_config
 from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.client import introduction
 from relayline.stage.joining.config import JoinConfig as StageJoinConfig
@@ -42,6 +43,7 @@ from relayline.wire.common.errors import (
     StartError,
     UsageError,
 )
+from relayline.wire.common.process import first_of
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.settings.table import EngineSettings
 from tests.support.join_support import NAMES, JoinPort, content, join_port, write_split
@@ -421,6 +423,31 @@ async def test_a_taken_port_is_refused_before_anything_is_fetched(
                 await JoinedStage(joining, lambda *_: None, adapt).run(asyncio.Event())
             assert "is taken by another process" in str(port.roster.describe()[0]["failure"])
     assert engines.loaded == []
+
+
+async def test_the_usual_port_is_looked_for_once_the_layers_are_here(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this stage fetches, for an hour perhaps, another one of its host may take the port and serve."""
+    began, port = asyncio.Event(), free_port()
+    real = join.obtain
+
+    async def obtain(*arguments: Any, **more: Any) -> Files:
+        began.set()
+        return await real(*arguments, **more)
+
+    def usual(host: str) -> int:
+        assert began.is_set(), "it looks for a port before it fetches"
+        return port
+
+    monkeypatch.setattr(join, "obtain", obtain)
+    monkeypatch.setattr(stage_config, "usual_port", usual)
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineSettings()) as joins:
+        stage = Living(joins.address, tmp_path)
+        await first_of(stage.task, serving := asyncio.ensure_future(serves(joins, engines)))
+        assert serving.done()
+        assert [each.port for each in engines.loaded] == [port]
+        await stage.stop()
 
 
 async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_again(

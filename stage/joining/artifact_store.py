@@ -140,6 +140,9 @@ class Slot:
 
     def disk_error(self, error: OSError) -> StartError:
         """Return what to raise where the disk cannot take the file."""
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):  # whatever is free there
+            text = f"{self.artifact.file} cannot be put there; give another directory with --cache"
+            return StartError(f"{self.directory.parent}: {error.strerror}; {text}")
         missing = bytes_text(self.artifact.size_bytes - self.partial_bytes())
         return StartError(
             f"{self.directory.parent}: {error.strerror}; {self.artifact.file} needs {missing} more; free space there "

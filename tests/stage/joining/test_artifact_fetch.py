@@ -198,10 +198,29 @@ async def test_a_read_only_disk_keeps_no_stage_out_that_has_its_artifact(
         with pytest.raises(StartError) as refused:
             await fetched(tmp_path / "split", cache)
     assert refused.value.message == (
-        f"{cache}: Read-only file system; stage-0.gguf needs {bytes_text(len(content(0)))} more; free space there or "
-        "give another directory with --cache"
+        f"{cache}: Read-only file system; stage-0.gguf cannot be put there; give another directory with --cache"
     )
     assert reads.offsets == [0]
+
+
+async def test_a_cache_of_another_user_is_one_line_that_asks_for_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root leaves it: what is there can be read, and its lock cannot be written."""
+    cache, open_handle = tmp_path / "cache", os.open
+    path = await fetched(tmp_path / "split", cache)
+
+    def opened(name: Any, flags: int, *mode: int) -> int:
+        if Path(name) == path.parent / "lock":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return open_handle(name, flags, *mode)
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(StartError) as refused:
+        await fetched(tmp_path / "split", cache)
+    assert refused.value.message == (
+        f"{cache}: Permission denied; stage-0.gguf cannot be put there; give another directory with --cache"
+    )
 
 
 async def test_a_disk_that_fills_up_meanwhile_is_one_line_and_keeps_what_came(tmp_path: Path, reads: Reads) -> None:

@@ -13,7 +13,7 @@ from relayline.deploy.launch.arrange import stage_directory
 from relayline.deploy.launch.companions import check_companions_here
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.kept_places import check_kept_directories
-from relayline.deploy.launch.ports import loopback_problem, wanted_ports
+from relayline.deploy.launch.ports import fixed_ports, loopback_problem, wanted_ports
 from relayline.deploy.launch.stage_checks import check_names, check_stage_devices, warn_of_prefix_directory
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
@@ -54,7 +54,10 @@ def _holder(port: int) -> str:
     """Return the name of the pipeline of this machine that listens on a port; empty for none that is known."""
     for pipeline in launched(None):
         state = pipeline.state
-        if pipeline.is_running and any(place.endswith(f":{port}") for place in (state.url, state.join, state.enrol)):
+        if not pipeline.is_running:
+            continue
+        chosen = any(place.endswith(f":{port}") for place in (state.url, state.join, state.enrol))
+        if chosen or port in fixed_ports(pipeline.directory.manifest):
             return state.name
     return ""
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from relayline.deploy.machine.ports import LOCALHOST
+from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.texts import file_error_text, named_stage, system_reason
-
-if TYPE_CHECKING:
-    from relayline.deploy.manifest import Manifest
 
 LOOPBACK_TIMEOUT_S = 5.0  # a connection within the machine takes microseconds; a firewall may drop it
 
@@ -30,6 +30,13 @@ def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
             wanted.append((named_stage(stage.name), links_host(manifest), manifest.listen_port(stage)))
             wanted.append((f"metrics of {named_stage(stage.name)}", LOCALHOST, manifest.metrics_port(stage)))
     return [(what, host, port) for what, host, port in wanted if port]
+
+
+def fixed_ports(settled: Path) -> set[int]:
+    """Return the fixed ports here of a pipeline that runs, by its settled manifest; none where it is a gateway's."""
+    with contextlib.suppress(RelaylineError, OSError):
+        return {port for _, _, port in wanted_ports(load_manifest(settled))}
+    return set()
 
 
 def links_host(manifest: Manifest) -> str:

@@ -28,10 +28,11 @@ from relayline.deploy.launch.launch_plan import LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, make_stage_tokens, needs_own_token
 from relayline.deploy.launch.ports import wanted_ports
 from relayline.deploy.launch.prepare import override, settle, threads_for
-from relayline.deploy.launch.run import Launch, plan_of
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.run import Launch, plan_of, write_settled
 from relayline.deploy.launch.serving import flag_defaults, for_each_stage
 from relayline.deploy.launch.stage_checks import check_names
-from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.launch.tell import line_of
 from relayline.deploy.manifest import Manifest, load_manifest
@@ -40,6 +41,7 @@ from relayline.deploy.manifest.load import ManifestError
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.bounds import DRAFT_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.phase import Phase
 from relayline.wire.links.ports import port_problem
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security, read_token
@@ -313,6 +315,29 @@ def test_a_flag_of_serve_wins_over_the_settings_of_single_stages(tmp_path: Path)
     assert [place.engine.gpu_layers for place in stages.stages] == [5, 5, 5], "in place of 0, 0 and -1"
     assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0], "not given by a flag"
     assert {place.telemetry.level for place in stages.stages} == {"off"}
+
+
+def test_a_pipeline_that_is_to_start_again_holds_its_ports_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of its stages and of their metrics, which its manifest fixes."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    directory, me = StateDir(tmp_path / "state" / "relayline" / "small"), identify(os.getpid())
+    assert me is not None
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
+        text = SMALL + f"  stages: [{{name: a, port: {ports[0]}, metricsPort: {ports[1]}}}]\n"
+        manifest = manifest_of(text + "  coordinator: {http: {port: 0}}\n", tmp_path)
+        assert [port for _, _, port in wanted_ports(manifest)] == ports
+        directory.path.mkdir(parents=True)
+        directory.store(LaunchState(STATE_VERSION, "small", "small.yaml", Phase.READY, me.pid, me.start_ticks))
+        with pytest.raises(StartError, match="is taken by another process"):
+            check_ports(manifest, may_run=True)
+        write_settled(manifest, directory.manifest)
+        check_ports(manifest, may_run=True)
+        with pytest.raises(StartError) as refused:
+            check_ports(manifest)
+    assert refused.value.message.count("is taken by the pipeline small; `relayline down small` ends it") == len(ports)
 
 
 @pytest.mark.parametrize("name", ["up", "coordinator"])

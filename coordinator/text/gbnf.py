@@ -12,10 +12,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 REPETITIONS_MAX = 2_000  # llama.cpp's: more of at least is refused, and more of at most is any number
 EXPRESSION_CHARS_MAX = 16_384  # of one expression; a rule that makes it longer keeps its name
+EXPRESSION_DEPTH_MAX = 60  # brackets within brackets of one; each is up to four of the 250 that llguidance reads
+LARK_DEPTH_MAX = 8  # the same outside of expressions; deeper ones get rules of their own
 _CHAR_MAX, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 _PLAIN = " _,:;=!@%'\""  # signs that mean themselves everywhere in a regular expression
 _HEX = {"x": 2, "u": 4, "U": 8}
@@ -266,12 +268,18 @@ def _code(char: int) -> str:
     return chr(char) if chr(char).isalnum() or chr(char) in _PLAIN else f"\\x{{{char:x}}}"
 
 
+def _within(node: _Node) -> Iterator[_Node]:
+    """Yield a node and all nodes within, in their order."""
+    left = [node]
+    while left:
+        node = left.pop()
+        yield node
+        left += reversed(_parts(node))
+
+
 def _refs(node: _Node) -> Iterator[str]:
     """Yield the names of the rules that a node names."""
-    if isinstance(node, _Rule):
-        yield node.name
-    for part in _parts(node):
-        yield from _refs(part)
+    return (each.name for each in _within(node) if isinstance(each, _Rule))
 
 
 def _parts(node: _Node) -> tuple[_Node, ...]:
@@ -281,16 +289,26 @@ def _parts(node: _Node) -> tuple[_Node, ...]:
 
 
 def _has_token(node: _Node) -> bool:
-    return isinstance(node, _Token) or any(map(_has_token, _parts(node)))
+    return any(isinstance(each, _Token) for each in _within(node))
 
 
 _ANY, _ALL, _TIMES, _ATOM = range(4)  # how closely what is written stands together
-_Text = tuple[str, int]
+# As closely at least a part has to: of an expression, and outside of it.
+_LEAST_IN_EXPRESSION = {_Any: _ANY, _All: _ALL, _Times: _ATOM}
+_LEAST_IN_LARK = {_Any: _ANY, _All: _TIMES, _Times: _ATOM}
 
 
-def _around(written: _Text, least: int, brackets: str) -> str:
+class _Text(NamedTuple):
+    text: str
+    closeness: int
+    depth: int = 0  # brackets within brackets
+
+
+def _around(written: _Text, least: int, brackets: str) -> _Text:
     """Return it as a part of something closer, in brackets where needed."""
-    return written[0] if written[1] >= least else f"{brackets}{written[0]})"
+    if written.closeness >= least:
+        return written
+    return _Text(f"{brackets}{written.text})", _ATOM, written.depth + 1)
 
 
 def _written(rules: Mapping[str, _Node]) -> str:
@@ -306,7 +324,8 @@ def _written(rules: Mapping[str, _Node]) -> str:
 class _Writer:
     def __init__(self, rules: Mapping[str, _Node]) -> None:
         self._rules = rules
-        self._regular: dict[str, _Text | None] = {}  # as expressions; None: too long for one
+        self._found: dict[int, tuple[_Node, _Text | None]] = {}  # expressions by the id of their node, which stays
+        self._regular: dict[str, _Text | None] = {}  # as expressions; None: too much for one
         for name in _regular(rules):
             self._regular[name] = self._expression(rules[name])
         self._names: dict[str, str] = {}  # of rules, as Lark has them
@@ -318,12 +337,12 @@ class _Writer:
         """Return the grammar."""
         whole = self._regular.get("root")
         if whole is not None:
-            return f"start: /{whole[0]}/" if whole[0] else 'start: ""'
+            return f"start: /{whole.text}/" if whole.text else 'start: ""'
         first = self._name("root")
         while self._due:
             name = self._due.pop()
             inside = None if name in self._regular else self._names[name]
-            self._lines[self._names[name]] = self._lark(self._rules[name], inside)[0]
+            self._lines[self._names[name]] = self._lark(self._rules[name], inside).text
         if first != "start":
             self._lines["start"] = first
         return "\n".join(f"{name}: {line}" for name, line in self._lines.items())
@@ -345,28 +364,41 @@ class _Writer:
         return new
 
     def _is_regular(self, node: _Node) -> bool:
-        return not _has_token(node) and all(name in self._regular for name in _refs(node))
+        return all(
+            not isinstance(each, _Token) and (not isinstance(each, _Rule) or each.name in self._regular)
+            for each in _within(node)
+        )
 
     def _lark(self, node: _Node, rule: str | None) -> _Text:
         """Write a node of a rule, None: of what is regular."""
-        if next(_refs(node), None) is None and not _has_token(node):
+        if not any(isinstance(each, _Rule | _Token) for each in _within(node)):
             found = self._expression(node)
             if found is not None:
-                return f"/{found[0]}/" if found[0] else '""', _ATOM
+                return _Text(f"/{found.text}/" if found.text else '""', _ATOM)
         if isinstance(node, _Rule):
-            return self._name(node.name), _ATOM
+            return _Text(self._name(node.name), _ATOM)
         if rule is not None and self._is_regular(node):
             name = self._new(rule.upper())
-            self._lines[name] = self._lark(node, None)[0]
-            return name, _ATOM
+            self._lines[name] = self._lark(node, None).text
+            return _Text(name, _ATOM)
         if isinstance(node, _Token):
-            return node.text, _ATOM
-        if isinstance(node, _Times):
-            return _around(self._lark(node.part, rule), _ATOM, "(") + node.sign, _TIMES
+            return _Text(node.text, _ATOM)
         parts = self._joined(node) if rule is not None else _parts(node)
+        written = [self._apart(self._lark(part, rule), _LEAST_IN_LARK[type(node)], rule) for part in parts]
+        depth = max((part.depth for part in written), default=0)
+        if isinstance(node, _Times):
+            return _Text(written[0].text + node.sign, _TIMES, depth)
         if isinstance(node, _Any):
-            return " | ".join(self._lark(part, rule)[0] for part in parts), _ANY
-        return " ".join(_around(self._lark(part, rule), _TIMES, "(") for part in parts), _ALL
+            return _Text(" | ".join(part.text for part in written), _ANY, depth)
+        return _Text(" ".join(part.text for part in written), _ALL, depth)
+
+    def _apart(self, written: _Text, least: int, rule: str | None) -> _Text:
+        """Return it as a part of something closer: in brackets, or as a rule of its own, where needed."""
+        if written.closeness >= least or written.depth < LARK_DEPTH_MAX:
+            return _around(written, least, "(")
+        name = self._new("PART" if rule is None else rule)
+        self._lines[name] = written.text
+        return _Text(name, _ATOM)
 
     def _joined(self, node: _Node) -> tuple[_Node, ...]:
         """Return the parts of a node with regular ones put together: neighbours, and all alternatives."""
@@ -384,24 +416,31 @@ class _Writer:
         return tuple(joined)
 
     def _expression(self, node: _Node) -> _Text | None:
-        """Return a node as a regular expression; None: it is too long, or not regular."""
+        """Return a node as a regular expression; None: it is too long or too deep, or not regular."""
+        if id(node) not in self._found:  # else a deep one is made anew for each node around it
+            self._found[id(node)] = node, self._new_expression(node)
+        return self._found[id(node)][1]
+
+    def _new_expression(self, node: _Node) -> _Text | None:
         if isinstance(node, _Chars):
-            return node.expression, _ATOM if node.is_one else _ALL
+            return _Text(node.expression, _ATOM if node.is_one else _ALL)
         if isinstance(node, _Rule):
             return self._regular.get(node.name)
         if isinstance(node, _Token):
             return None
-        if isinstance(node, _Times):
-            found = self._expression(node.part)
-            return found and (_around(found, _ATOM, "(?:") + node.sign, _TIMES)
-        texts: list[str] = []
-        n_chars = 0
-        for part in node.parts:
+        least, texts, n_chars, depth = _LEAST_IN_EXPRESSION[type(node)], list[str](), 0, 0
+        for part in _parts(node):
             found = self._expression(part)
-            if found is None or (n_chars := n_chars + len(found[0]) + 5) > EXPRESSION_CHARS_MAX:
+            if found is None:
                 return None
-            texts.append(found[0] if isinstance(node, _Any) else _around(found, _ALL, "(?:"))
-        return ("|".join(texts), _ANY) if isinstance(node, _Any) else ("".join(texts), _ALL)
+            found = _around(found, least, "(?:")
+            texts.append(found.text)
+            n_chars, depth = n_chars + len(found.text) + 1, max(depth, found.depth)
+        if n_chars > EXPRESSION_CHARS_MAX or depth > EXPRESSION_DEPTH_MAX:
+            return None
+        if isinstance(node, _Times):
+            return _Text(texts[0] + node.sign, _TIMES, depth)
+        return _Text("|".join(texts), _ANY, depth) if isinstance(node, _Any) else _Text("".join(texts), _ALL, depth)
 
 
 def _one(kind: type[_All | _Any], parts: list[_Node]) -> list[_Node]:

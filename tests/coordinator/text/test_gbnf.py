@@ -164,6 +164,28 @@ def test_what_is_long_keeps_the_names_of_its_rules(monkeypatch: pytest.MonkeyPat
     assert len(lark_of(f'root ::= a0\n{twice}\na60 ::= "x"')) < 5_000
 
 
+DEEP = 150
+CHAIN = "\n".join(f'r{at} ::= "a" r{at + 1}?' for at in range(DEEP))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        f'root ::= r0\n{CHAIN}\nr{DEEP} ::= "b"',
+        "root ::= " + '("a" ' * DEEP + '"b"' + ")?" * DEEP,
+        "root ::= " + '(("a" | "c")+ | "d" ' * DEEP + '"b"' + ")" * DEEP,
+        'root ::= "b" | ' + '("a" ' * DEEP + "root" + ")?" * DEEP,
+    ],
+)
+def test_parts_may_be_deep_within_others(grammar: str) -> None:
+    """More than regular expressions and Lark may be as llguidance reads them."""
+    assert checker.check(grammar, is_gbnf=True)[1] == ""
+    texts = ["a", "aa", "a" * DEEP + "b", "a" * (DEEP + 1) + "b", "d" * DEEP + "b", "ba"]
+    found = [fits(grammar, text) for text in texts]
+    assert found == [fits_natively(grammar, text) for text in texts]
+    assert len({*found}) == 2
+
+
 def test_a_line_may_begin_with_a_further_way() -> None:
     grammar = 'root ::= "a"\n  # or\n  | b\n\nb ::=\n  | "c"\n  | "d" # why\n'
     assert [fits(grammar, text) for text in ("a", "c", "d", "", "b")] == [True, True, True, True, False]

@@ -2,7 +2,8 @@
 
 It ends the answer unless going on is much likelier, and otherwise keeps the tokens about which the model is sure. A
 token that begins with another one counts as the same choice: the likelier of the two stays, with the chances of both.
-It keeps what llama.cpp's sampler of that name keeps (`llama_sampler_infill_apply`).
+It keeps what llama.cpp's sampler of that name keeps (`llama_sampler_infill_apply`). Where the answer may not end, the
+sampler keeps all that the other filters leave (`stage.sampling.sampler`).
 """
 
 from __future__ import annotations

@@ -309,7 +309,9 @@ class SessionSampler:
             before, behind = filters.parts
             tokens = before.kept(logits)
             if self._infill is not None:
-                tokens = self._infill.kept(tokens, logits[tokens])
+                sure = self._infill.kept(tokens, logits[tokens])
+                if logits[sure].min() > -np.inf:  # else the end, where it may not come
+                    tokens = sure
             kept = logits[tokens]
             temperature, reach = options.temperature, options.number("dynatemp_range")
             if reach:

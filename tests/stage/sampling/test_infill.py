@@ -121,6 +121,27 @@ def test_a_session_ends_where_nothing_is_sure(vocabulary: Vocabulary) -> None:
     assert greedy.sample(sure, 7).token == tokens
 
 
+@pytest.mark.parametrize("more", [{}, {"dynatemp_range": 0.5}, {"adaptive_target": 0.3}])
+def test_an_end_that_may_not_come_does_not_come(vocabulary: Vocabulary, more: dict[str, float]) -> None:
+    """Neither before `min_tokens` nor where a grammar goes on; and no state is lost with it."""
+    tokenizer, texts, pieces = vocabulary
+    numbers, ends = {"infill": 1.0, **more}, tuple(texts.eos_tokens)
+    flat = np.zeros(tokenizer.n_vocab, np.float32)
+    options = SamplingOptions(top_k=40, held_back_tokens=ends, numbers={**numbers, "held_back_until": 3.0})
+    sampler = SessionSampler(options, tokenizer.n_vocab, vocabulary=texts)
+    picked = [sampler.sample(flat, position) for position in range(4)]
+    assert [each.token in ends for each in picked] == [False, False, False, True]
+    totals = [each.mirostat_mu for each in picked if each.mirostat_mu is not None]
+    assert len(totals) == 4 * ("adaptive_target" in more)
+    assert np.isfinite(totals).all()
+    held = SamplingOptions(grammar="start: /[xy]{3}/", numbers=numbers)
+    sampler = SessionSampler(held, tokenizer.n_vocab, vocabulary=texts)
+    text = b""
+    while (token := sampler.sample(flat, len(text)).token) not in ends:
+        text += pieces[token]
+    assert len(text) == 3
+
+
 def test_a_vocabulary_without_texts_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="infill: this model's vocabulary has no texts"):
         SessionSampler(SamplingOptions(numbers={"infill": 1.0}), 100)

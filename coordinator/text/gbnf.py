@@ -124,7 +124,7 @@ class _Parser:
             while (times := self._times(blanks)) is not None:
                 if item == _All(()):
                     self._fail("Nothing to repeat")
-                item = _Times(item, *times)
+                item = _All(()) if times[1] == 0 else _Times(item, *times)
                 self._skip(blanks)
             parts.append(item)
         return parts[0] if len(parts) == 1 else _All(tuple(parts))

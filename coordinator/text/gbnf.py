@@ -26,10 +26,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _INT = re.compile(r"[0-9]{1,18}")
 _TOKEN = re.compile(r"(!?)<(\[[0-9]{1,10}\]|[^>\n]*)>")
 _PLAIN_TEXT = re.compile(r'[^"\\]+')
-_BLANKS, _LINES = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-_NEXT_WAY = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*\|")  # xgrammar and people put it on the next line, too
-_LARK = re.compile(r"(?m)^\s*(?:%llguidance\b|[?!]?start\s*:(?!:=))")
-_GBNF = re.compile(r"(?m)^\s*root[ \t]*::=")
+# What is matched is not given back: a comment of many `#` would be tried in all its parts.
+_BLANKS, _LINES = re.compile(r"(?:[ \t]|#[^\r\n]*+)*+"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*+)*+")
+_NEXT_WAY = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*+)*+\|")  # xgrammar and people put it on the next line, too
+_LARK = re.compile(r"(?m)^[ \t]*(?:%llguidance\b|[?!]?start\s*:(?!:=))")
+_GBNF = re.compile(r"(?m)^[ \t]*root[ \t]*::=")
 
 
 class GbnfError(ValueError):

@@ -193,6 +193,11 @@ def test_a_line_may_begin_with_a_further_way() -> None:
     assert [fits(grammar, text) for text in ("a", "c", "d", "", "b")] == [True, True, True, True, False]
 
 
+@pytest.mark.parametrize("between", ["#" * 60 + "\n", "# " * 5_000 + "\n", "\n" * 40_000])
+def test_comments_and_blank_lines_cost_nothing(between: str) -> None:
+    assert checker.check(f'{between}root ::= x # why\n{between}x ::= "a"\n{between}', is_gbnf=True)[1] == ""
+
+
 def test_lark_stays_as_it_is() -> None:
     for grammar in ('?start: "a" | b\nb: "c"', 'start: "a"', '%llguidance {}\nstart: "a"', "  start : /root ::= a/"):
         assert lark_of(grammar) == grammar

@@ -7,6 +7,7 @@ fails is a fault of its session, and the other rows go on.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from relayline.stage.sampling.draws import noise_keys
 from relayline.stage.sampling.noise import ROWS
 from relayline.stage.sampling.sampler import Sampled, SessionSampler, checked, checked_change, scratch_of
 from relayline.stage.sampling.together import DrawsTogether, Row
-from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.errors import InternalError, RelaylineError
+
+log = logging.getLogger("relayline.stage")
 
 TOGETHER_FROM = 2  # rows; one alone is quicker
 ON_DEVICE_FROM = 4  # rows; fewer are fetched whole in the time of three questions
@@ -157,3 +160,6 @@ def _alone(ask: Ask) -> Answer:
         return ask.sampler.sample(ask.logits, ask.position)
     except RelaylineError as error:
         return error
+    except Exception:  # a fault of ours in what one session asks for; the others of the step go on
+        log.exception("a token could not be sampled")
+        return InternalError("a token could not be sampled; the last stage's log has the traceback")

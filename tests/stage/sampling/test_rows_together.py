@@ -15,7 +15,7 @@ from relayline.stage.sampling.noise import PREPARED_MAX, ROWS, Noise
 from relayline.stage.sampling.rows import Ask, prepare_noise, sample_rows
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.stage.sampling.together import DrawsTogether
-from relayline.wire.common.errors import NumericError, RelaylineError
+from relayline.wire.common.errors import InternalError, NumericError, RelaylineError
 from tests.support.drawn_rows import FILTERS, LOGITS, logits_of
 
 SMALL, WHOLE, RAGGED = 700, BLOCKS_FROM + 64, BLOCKS_FROM + 101
@@ -173,3 +173,22 @@ def test_noise_for_rows_that_need_none_is_not_prepared() -> None:
     prepare_noise(SMALL, [(sampler, 8) for sampler in samplers])
     scratch = sampling_rows.scratch_of(SMALL)
     assert list(scratch.noise._places) == [noise_keys(1, 8)[0], noise_keys(2, 8)[0]]
+
+
+def test_a_fault_of_ours_in_one_sampler_is_its_sessions_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asks = [
+        Ask(SessionSampler(SamplingOptions(numbers={"typical_p": 0.8}), SMALL), logits_of(at, SMALL, 1.0), 3)
+        for at in range(3)
+    ]
+    expected = alone(asks)
+
+    def fail(logits: object, position: int) -> None:
+        raise ValueError("nan")
+
+    monkeypatch.setattr(asks[1].sampler, "sample", fail)
+    first, second, third = sample_rows(asks)
+    assert [first, third] == [expected[0], expected[2]]
+    assert isinstance(second, InternalError)
+    assert "ValueError: nan" in caplog.text

@@ -101,6 +101,8 @@ OTHER = Filters(1.5, 60, 0.9, 0.8, 0.03, 0.1)
 
 
 def kept_in_order(order: tuple[str, ...], logits: np.ndarray, temperature: float) -> np.ndarray:
+    if TEMPERATURE not in order:
+        return dataclasses.replace(OTHER, order=order).kept(logits)
     before, behind = dataclasses.replace(OTHER, order=order).parts
     tokens = before.kept(logits)
     return kept_behind(behind, tokens, logits[tokens], temperature)
@@ -108,17 +110,22 @@ def kept_in_order(order: tuple[str, ...], logits: np.ndarray, temperature: float
 
 @settings(max_examples=300)
 @given(
-    logits=st.builds(row, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 8.0]), st.sampled_from([0, 50, 199])),
+    logits=st.builds(row, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 4.0]), st.sampled_from([0, 50, 199])),
     order=st.permutations(USUAL).map(tuple),
-    temperature=st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+    temperature=st.sampled_from([0.5, 0.8, 1.0, 1.7]),  # lower ones leave chances that are 0 in f32, see kept_natively
 )
-def test_another_order_keeps_what_the_native_chain_of_that_order_keeps(
+def test_each_filter_in_another_order_keeps_what_the_native_one_keeps(
     logits: np.ndarray, order: tuple[str, ...], temperature: float
 ) -> None:
-    made = NATIVE | {TEMPERATURE: lambda: llama_cpp.llama_sampler_init_temp(temperature)}
-    assert is_near(
-        kept_in_order(order, logits, temperature).tolist(), kept_natively(logits, [made[x]() for x in order])
-    )
+    """Each gets what ours before it have kept, so that a token at one edge is not a matter of others."""
+    left = logits.copy()
+    for at, name in enumerate(order, start=1):
+        if name == TEMPERATURE:
+            left /= np.float32(temperature)
+            continue
+        ours = kept_in_order(order[:at], logits, temperature).tolist()
+        assert is_near(ours, kept_natively(left, [NATIVE[name]()]))
+        left[np.setdiff1d(np.arange(N_VOCAB), ours)] = -np.inf
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e30, float("inf")])

@@ -208,7 +208,8 @@ class SessionSampler:
         is_changed = frequency or presence or options.logit_bias or not repetition.is_neutral
         if is_changed or bans is not None or dry is not None:
             self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry)
-        self._sorting = options.sorting_filters
+        sorting = options.sorting_filters
+        self._sorting = None if sorting is None else sorting.parts
         self._infill = Infill(vocabulary) if options.number("infill") and options.temperature > 0 else None
         self.n_vocab = n_vocab
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
@@ -303,10 +304,9 @@ class SessionSampler:
             mirostat.said(token, tokens, kept)
             return token
         if self._sorting is not None:
-            filters = self._sorting
-            if not xtc_acts(options.seed, position, options.number("xtc_probability")):
-                filters = filters.without_xtc()
-            before, behind = filters.parts
+            (before, behind), probability = self._sorting, options.number("xtc_probability")
+            if probability and not xtc_acts(options.seed, position, probability):
+                before, behind = before.without_xtc(), behind.without_xtc()
             tokens = before.kept(logits)
             if self._infill is not None:
                 sure = self._infill.kept(tokens, logits[tokens])

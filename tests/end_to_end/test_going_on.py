@@ -11,6 +11,7 @@ import pytest
 from relayline.coordinator.sessions import suspects
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
+from relayline.coordinator.sessions.streams import SessionStream
 from relayline.coordinator.sessions.suspects import Suspects
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.sampling.mirostat import Mirostat
@@ -46,6 +47,15 @@ async def cut(running: Fleet, where: int) -> None:
     await running.cut(where)
     async with asyncio.timeout(60):
         await running.pipeline.ready.wait()
+
+
+async def read_over_losses(running: Fleet, stream: SessionStream) -> list[int]:
+    """Return a stream's tokens; links are cut twice in the middle of them."""
+    said = await read(stream, 7)
+    for where in (1, 2):
+        await cut(running, where)
+        said += await read(stream, 6)
+    return said + await tokens_of(stream)
 
 
 @pytest.mark.sampled(2)
@@ -119,11 +129,7 @@ async def test_mirostat_goes_on_where_it_was(
     wanted = request(prompt_of(70, 30), 30, SamplingParams(temperature=1.0, seed=9, numbers=numbers))
     async with fleet(artifacts([1, 3]), proxied=True, prefix_lanes=0) as running:
         stream = running.pipeline.open(wanted)
-        said = await read(stream, 7)
-        for where in (1, 2):
-            await cut(running, where)
-            said += await read(stream, 6)
-        said += await tokens_of(stream)
+        said = await read_over_losses(running, stream)
     assert len(said) == 30
     assert begun[0] is None
     assert len(begun) == 3
@@ -137,11 +143,7 @@ async def test_adaptive_p_goes_on_where_it_was(artifacts: Artifacts) -> None:
     async with fleet(artifacts([1, 3]), proxied=True, prefix_lanes=0) as running:
         whole = await tokens_of(running.pipeline.open(wanted))
         stream = running.pipeline.open(wanted)
-        said = await read(stream, 7)
-        for where in (1, 2):
-            await cut(running, where)
-            said += await read(stream, 6)
-        said += await tokens_of(stream)
+        said = await read_over_losses(running, stream)
     assert said == whole
 
 

@@ -39,17 +39,18 @@ class Inbound:
         context: grpc.aio.ServicerContext[Any, Any],
         max_rows: int,
         *,
-        takes_rows: bool = False,
+        media_width: int = 0,
         is_back: bool = False,
     ) -> None:
-        """`takes_rows`: an envelope of a link for tokens may hold rows in their place. `is_back`: it is the last
-        stage's, for tokens under grants.
+        """`media_width`: values of the rows that an envelope of a link for tokens may hold in their place; 0: none.
+
+        `is_back`: it is the last stage's, for tokens under grants.
         """
         self.route, self.is_back = route, is_back
         self._max_rows = max_rows
         self._shapes = {(hello.dtype, 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd)}
-        if hello.dtype == pb.DTYPE_TOKENS and takes_rows and not is_back:
-            self._shapes.add((pb.DTYPE_F32, hello.n_embd))
+        if hello.dtype == pb.DTYPE_TOKENS and media_width and not is_back:
+            self._shapes.add((pb.DTYPE_F32, media_width))
         self._context = context
         self._parts = PartReader(bytes_max_of(max(width for _, width in self._shapes)))
         self.n_envelopes = 0  # that have come; each says its number

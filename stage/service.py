@@ -124,9 +124,10 @@ class StageService:
         except RelaylineError as error:
             await rpc.abort(context, error)
         facts = self.epochs.facts
-        max_rows, takes_rows = facts.config.engine.max_rows, facts.artifact.takes_rows
+        max_rows, artifact = facts.config.engine.max_rows, facts.artifact
+        media_width = artifact.media_width if artifact.takes_rows else 0
         is_back = route.is_back(rpc.pass_of(context.invocation_metadata()))
-        inbound = Inbound(route, hello, context, max_rows, takes_rows=takes_rows, is_back=is_back)
+        inbound = Inbound(route, hello, context, max_rows, media_width=media_width, is_back=is_back)
         if is_back:
             route.has_back = True
         else:

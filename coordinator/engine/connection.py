@@ -158,7 +158,13 @@ class Connection:
             await _together(connection._learn(terms.known_prefixes), *listening)
             hello = _hello(pipeline, terms)
             connection.link = await RelayLink.open(
-                addresses[0], hello, events.on_lost, security, passes[0], is_watched=False
+                addresses[0],
+                hello,
+                events.on_lost,
+                security,
+                passes[0],
+                is_watched=False,
+                media_width=pipeline.media_width,
             )
             await connection._begin(revocations, security)
         except BaseException:

@@ -25,7 +25,7 @@ async def encoder_of(serving: ServingSettings, file: PipelineFile, tokenizer: To
     found = check_projector(path, file)
     if not tokenizer.has_text:
         raise UsageError("--mmproj: images and audio are parts of chats, and this model has no tokenizer")
-    encoder = Encoder(path, tokenizer.path, file.n_embd, serving.image_max_tokens or found.max_tokens)
+    encoder = Encoder(path, tokenizer.path, file.media_width, serving.image_max_tokens or found.max_tokens)
     try:
         await asyncio.to_thread(encoder.start)
     except BaseException:

@@ -141,6 +141,7 @@ def _none_needed(_: Metadata) -> Needed:
 # them on.
 LAYER_INPUT_WIDTH = "embedding_length_per_layer_input"
 # Layers at the beginning that look their experts up by token id.
+DEEPSTACK_LAYERS = "n_deepstack_layers"
 HASH_LAYERS = "hash_layer_count"
 # Layers of a block. What enters a block's first layer enters every later layer, too.
 BLOCK_LAYERS = "attn_res.block_size"
@@ -187,6 +188,7 @@ class Family:
     enters_inside: bool = False  # stages write rows into the graph, after its treatment of embeddings
     layer_inputs: Callable[[Metadata], int] = _none_of_them  # inputs of each layer besides the row
     hash_layers: Callable[[Metadata], int] = _none_of_them  # layers at the beginning that go by token ids
+    deepstack_layers: Callable[[Metadata], int] = _none_of_them  # and those that add an image's features
     sharing_layers: Callable[[Metadata], int] = _none_of_them  # layers at the end without separate cells
     block_layers: Callable[[Metadata], int] = _none_of_them  # of each block whose input all later layers read
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0

@@ -13,6 +13,7 @@ from relayline.coordinator.model.family import (
     ATTENDS,
     BLOCK_LAYERS,
     BOTH,
+    DEEPSTACK_LAYERS,
     HASH_LAYERS,
     INDEXER_TYPES,
     LAYER_INPUT_WIDTH,
@@ -236,11 +237,27 @@ def ernie_moe_refusal(facts: Metadata) -> str | None:
     return None
 
 
-def no_deepstack(facts: Metadata) -> Overrides:
-    """Let stages take rows without image features."""
-    # llm_graph_context::build_inp_embd gives rows of text zeros where features of deepstack layers would be, which
-    # llama_model_qwen3vl::graph adds to what leaves its first layers.
-    return {"n_deepstack_layers": (U32, 0)} if facts.integer("n_deepstack_layers") else {}
+def deepstack_layers(facts: Metadata) -> int:
+    """Return how many layers, from the first, add features of an image to what leaves them."""
+    # llama_model_qwen3vl::graph finds the features behind the row's own values. llm_graph_context::build_inp_embd gives
+    # rows of text zeros there.
+    return facts.integer(DEEPSTACK_LAYERS) or 0
+
+
+def deepstack_refusal(facts: Metadata) -> str | None:
+    """Files without a layer behind those that add features of images."""
+    if deepstack_layers(facts) >= facts.n_layers:
+        return f"{deepstack_layers(facts)} of its layers add features of images, but it has only {facts.n_layers}"
+    return None
+
+
+def deepstack_blocked(facts: Metadata) -> Blocked:
+    """Layers that add features of images are on stage 0, and so is the next one."""
+    # The last layer of a graph leaves out the rows that nobody wants, but the features of its layer have all rows: ggml
+    # ends the process where llama_model_qwen3vl::graph adds them.
+    n_layers = deepstack_layers(facts)
+    reason = f"its first {n_layers} layers add features of images, and are on stage 0 with one more layer"
+    return dict.fromkeys(range(1, n_layers + 1), reason)
 
 
 def _as_f32(value: float) -> float:

@@ -385,6 +385,7 @@ def _sidebands(header: _Header) -> Sidebands:
         n_vocab=header.n_vocab,
         layer_inputs=family.layer_inputs(metadata),
         hash_layers=family.hash_layers(metadata),
+        deepstack_layers=family.deepstack_layers(metadata),
         n_experts=metadata.integer("expert_count") or 0,
         n_experts_used=metadata.integer("expert_used_count") or 0,
         block_layers=family.block_layers(metadata),

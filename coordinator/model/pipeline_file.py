@@ -72,6 +72,12 @@ class PipelineFile(msgspec.Struct, frozen=True):
     cuts: tuple[int, ...]
     tokenizer: ArtifactFile
     stages: tuple[StageFile, ...]
+    deepstack_layers: int = 0  # at the beginning, which add features of an image to their rows
+
+    @property
+    def media_width(self) -> int:
+        """Values of a row of an image or of audio: its own, and features for each deepstack layer."""
+        return self.n_embd * (1 + self.deepstack_layers)
 
 
 class _Version(msgspec.Struct):

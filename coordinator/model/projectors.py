@@ -8,6 +8,7 @@ whose rows depend on nothing else.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ PROJECTORS = {
     # Rows have places in a grid:
     "qwen2vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
     "qwen2.5vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
-    "qwen3vl_merger": Kind("mm.2.weight", architectures=("qwen35", "qwen35moe")),  # Qwen3.5, which has no deepstack
+    "qwen3vl_merger": Kind("mm.2.weight", architectures=("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")),
 }
 # Of audio. Where positions have several axes, its rows have the same one on each, as tokens have.
 AUDIO = {
@@ -59,7 +60,7 @@ _PAIRS = {"qwen2.5o": ("qwen2.5vl_merger", "qwen2a")}  # Qwen2.5-Omni
 _OTHER_AXES = "no stage was tried with the places of its images"
 _NOT_TRIED = "no stage was tried with its images"
 _AUDIO_NOT_TRIED = "no stage was tried with its audio"
-_DEEPSTACK = "its images add to the rows of several layers (deepstack), and stages take one row a position"
+_DEEPSTACK = "no stage was tried with layers that take features of its images (deepstack) where it wants them"
 REFUSED = {
     "granite4_vision": _DEEPSTACK,
     "glm4v": _OTHER_AXES,
@@ -73,7 +74,8 @@ REFUSED = {
     "parakeet": _AUDIO_NOT_TRIED,
     "dots3note_a": _AUDIO_NOT_TRIED,
 }
-_DEEPSTACK_TENSORS = "v.deepstack."
+_DEEPSTACK_TENSOR = re.compile(r"v\.deepstack\.\d+\.fc1\.weight")  # a block whose features are for a layer of the model
+_OLD_SPLIT = ", or an earlier version split this one for text alone; then split it again"
 _OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
 
 
@@ -83,6 +85,7 @@ class ProjectorFile(NamedTuple):
     images: str  # its kind, by PROJECTORS; empty: it has no encoder for images
     audio: str  # its kind, by AUDIO; empty: it has no encoder for audio
     width: int  # values of a row
+    deepstack_layers: int = 0  # of the model that take features of an image, as wide as a row, behind each row
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -105,8 +108,8 @@ def check_projector(path: Path, pipeline: PipelineFile) -> ProjectorFile:
     """Return what a projector encodes. Raises UsageError, which says why, for a file that is not served with the
     pipeline; ModelFileError if it is not a GGUF file.
     """
-    found = check_belongs(path, pipeline.architecture, pipeline.n_embd)
-    if pipeline.stages[0].row_width not in (0, pipeline.n_embd):
+    found = check_belongs(path, pipeline.architecture, pipeline.n_embd, pipeline.deepstack_layers)
+    if pipeline.stages[0].row_width not in (0, pipeline.media_width):
         text = (
             f"each layer of this model takes inputs of its own for each token, which rows of {found.what} do not have"
         )
@@ -114,10 +117,10 @@ def check_projector(path: Path, pipeline: PipelineFile) -> ProjectorFile:
     return found
 
 
-def check_belongs(path: Path, architecture: str, n_embd: int) -> ProjectorFile:
+def check_belongs(path: Path, architecture: str, n_embd: int, deepstack_layers: int) -> ProjectorFile:
     """Return what a projector encodes. Raises as `check_projector`, but for models with inputs of each layer.
 
-    `architecture` and `n_embd`, the values of a row, are the model's.
+    `architecture`, `n_embd`, the values of a row, and `deepstack_layers` are the model's.
     """
     found = read_projector(path)
     for name, kind in found.kinds.items():
@@ -128,6 +131,10 @@ def check_belongs(path: Path, architecture: str, n_embd: int) -> ProjectorFile:
     if found.width != n_embd:
         text = f"its rows have {found.width} values, but the model's have {n_embd}: it belongs to another model"
         raise UsageError(f"--mmproj {path}: {text}")
+    if found.deepstack_layers != deepstack_layers:
+        text = f"it has features of images for {found.deepstack_layers} layers, but the model takes {deepstack_layers}"
+        reason = "it belongs to another model" + ("" if deepstack_layers else _OLD_SPLIT)
+        raise UsageError(f"--mmproj {path}: {text}: {reason}")
     return found
 
 
@@ -137,17 +144,14 @@ def read_projector(path: Path) -> ProjectorFile:
         raise UsageError(f"--mmproj {path}: no such file")
     header = read_header(path)
     images, audio = _kinds(path, header)
-    if any(tensor.name.startswith(_DEEPSTACK_TENSORS) for tensor in header.tensors):
-        raise UsageError(
-            f"--mmproj {path}: projectors of the kind {images[:40]} with deepstack are not served: {_DEEPSTACK}"
-        )
     is_other = images == "mlp" and _width_of(header, Kind(_OTHER_MLP)) > 0
     for kind, served in ((images, PROJECTORS), (audio, AUDIO)):
         if kind and (kind not in served or is_other):
             why = REFUSED.get(kind, f"projectors of the kinds {', '.join(served)} are")
             raise UsageError(f"--mmproj {path}: projectors of the kind {kind[:40]} are not served: {why}")
     widths = [_width_of(header, kind) for kind in ProjectorFile(images, audio, 0).kinds.values()]
-    return ProjectorFile(images, audio, widths[0] if len(set(widths)) == 1 else 0)
+    n_deepstack = sum(_DEEPSTACK_TENSOR.fullmatch(tensor.name) is not None for tensor in header.tensors)
+    return ProjectorFile(images, audio, widths[0] if len(set(widths)) == 1 else 0, n_deepstack)
 
 
 def _kinds(path: Path, header: GgufFile) -> tuple[str, str]:

@@ -5,6 +5,9 @@ Two families use token ids after the embedding. Layers of gemma4's E2B and E4B t
 for all layers, and they travel with the row; each stage takes its part. The first layers of deepseek4 look their
 experts up by token id: these layers are on stage 0, and nothing travels.
 
+The first layers of qwen3vl and qwen3vlmoe add features of an image to their rows (deepstack). The encoder makes them
+with the image's rows, and they are zeros for a token. These layers and one more are on stage 0, and nothing travels.
+
 The tables are behind stage 0's embedding table, where llama.cpp does not look. Slices have zeros in their places, and
 the products of these zeros are overwritten in the running graph (stage/engine/row_parts.py).
 """
@@ -36,6 +39,7 @@ class Sidebands:
     n_vocab: int
     layer_inputs: int = 0  # values that each layer takes for each token
     hash_layers: int = 0  # layers at the beginning that look experts up by token id
+    deepstack_layers: int = 0  # layers at the beginning that add features of an image to what leaves them
     n_experts: int = 0
     n_experts_used: int = 0
     epsilon: float = _EPSILON_USUAL  # of the norm that layer inputs go through
@@ -45,12 +49,17 @@ class Sidebands:
     @property
     def exist(self) -> bool:
         """Whether a stage has to know of any."""
-        return bool(self.layer_inputs or self.hash_layers or self.block_layers)
+        return bool(self.layer_inputs or self.hash_layers or self.deepstack_layers or self.block_layers)
 
     def values_into(self, layer: int) -> int:
         """Return the number of sideband values of a row that enters a layer; for stage 0, of the values looked up."""
         looked_up = self.hash_layers * self.n_experts_used if layer == 0 else 0
-        return self.layer_inputs * (self.n_layers - layer) + looked_up + self.n_embd * self.blocks_before(layer)
+        rows_more = self.blocks_before(layer) + self.deepstack_at(layer)
+        return self.layer_inputs * (self.n_layers - layer) + looked_up + self.n_embd * rows_more
+
+    def deepstack_at(self, start: int) -> int:
+        """Return for how many layers the rows that enter a stage have features of an image."""
+        return self.deepstack_layers if start == 0 else 0
 
     def blocks_before(self, layer: int) -> int:
         """Return how many blocks begin before a layer: their inputs travel with the row that enters it."""

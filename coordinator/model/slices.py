@@ -18,6 +18,7 @@ from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.families import metadata_of, output_scale_of, scale_of, slice_overrides
 from relayline.coordinator.model.family import (
     ATTENDS,
+    DEEPSTACK_LAYERS,
     HASH_LAYERS,
     INDEXER_TYPES,
     RECURRENT,
@@ -59,6 +60,7 @@ from relayline.wire.model_files.rank_head import LABELS_KEY, RANK_HEAD
 # Version 5: a slice begins with layers that are not computed. Builds that do not would compute something else, and say
 # instead which versions they read.
 ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION, SIDEBANDS_VERSION, BLOCKS_VERSION = 1, 2, 3, 4, 5
+DEEPSTACK_VERSION = 6
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
 DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
@@ -111,6 +113,7 @@ def plan_split(
     """
     identity = f"relayline {ARTIFACT_VERSION} {source_key} {','.join(map(str, cuts))}"
     identity += " prediction" if facts.prediction else ""
+    identity += " deepstack" if facts.sidebands.deepstack_layers else ""  # slices for text alone were made before
     pipeline_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
     rules = metadata_of(model, facts.n_layers, facts.n_vocab)
     planner = _Planner(model, facts, family, rules, source_key, pipeline_id, len(cuts) + 1, has_words)
@@ -135,6 +138,7 @@ class _Planner:
         version = INSIDE_VERSION if self.family.enters_inside else ARTIFACT_VERSION if is_plain else WINDOWED_VERSION
         version = SIDEBANDS_VERSION if self.facts.sidebands.exist else version
         version = BLOCKS_VERSION if self.facts.sidebands.block_layers else version
+        version = DEEPSTACK_VERSION if self.facts.sidebands.deepstack_layers else version
         return [
             encode_entry("relayline.version", U32, version),
             encode_entry("relayline.source_sha256", STRING_TYPE, self.source_key),
@@ -253,10 +257,12 @@ class _Planner:
 
     def counted(self, start: int, end: int) -> Overrides:
         """Return how many layers of a slice are of the kinds that a file counts from its first or its last layer."""
-        n_hashed, n_sharing = self.facts.sidebands.hash_layers, self.facts.sharing_layers
+        sidebands, n_sharing = self.facts.sidebands, self.facts.sharing_layers
+        n_hashed, n_deepstack = sidebands.hash_layers, sidebands.deepstack_at(start)
         n_own = self.facts.n_layers - n_sharing
         return {
             **({HASH_LAYERS: (U32, min(max(0, n_hashed - start), end - start))} if n_hashed else {}),
+            **({DEEPSTACK_LAYERS: (U32, n_deepstack)} if sidebands.deepstack_layers else {}),
             **({SHARING_LAYERS: (U32, max(0, end - max(start, n_own)))} if n_sharing else {}),
         }
 

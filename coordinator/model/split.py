@@ -86,7 +86,7 @@ def split_model(
     else:
         check_cuts(facts, cuts)
     with _directory_lock(out_dir):
-        done = _finished(out_dir, model, cuts)
+        done = _finished(out_dir, model, facts, cuts)
         if done is not None:
             return done
         _refuse_foreign(out_dir)
@@ -195,13 +195,18 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> PipelineFile | None:
-    """Return the description of an earlier split of the same files at the same cuts, if it is whole and unaltered."""
+def _finished(out_dir: Path, model: GgufModel, facts: ModelFacts, cuts: tuple[int, ...]) -> PipelineFile | None:
+    """Return the description of an earlier split of the same files at the same cuts, if it is whole and unaltered.
+
+    An earlier version made the slices of models with deepstack layers for text alone: these are made again.
+    """
     try:
         found = load_pipeline(out_dir)
     except ArtifactError:
         return None
     if found.cuts != cuts or found.source.files != _identity(model):
+        return None
+    if found.deepstack_layers != facts.sidebands.deepstack_layers:
         return None
     entries: list[ArtifactFile | StageFile] = [found.tokenizer, *found.stages]
     for entry in entries:
@@ -355,6 +360,7 @@ def _described(
         n_embd=facts.n_embd,
         n_vocab=facts.n_vocab,
         ctx_train=facts.ctx_train,
+        deepstack_layers=facts.sidebands.deepstack_layers,
         cuts=plan.cuts,
         tokenizer=ArtifactFile(tokenizer[0].file, tokenizer[0].size_bytes, tokenizer[1]),
         stages=tuple(

@@ -86,6 +86,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "row_widths": list(facts.row_widths),
         "layer_inputs": facts.sidebands.layer_inputs,
         "hash_layers": facts.sidebands.hash_layers,
+        "deepstack_layers": facts.sidebands.deepstack_layers,
         "block_layers": facts.sidebands.block_layers,
         "placeholder_bytes": _placeholder_bytes(facts),
         "heads": list(facts.n_heads),
@@ -194,6 +195,8 @@ def _sidebands_of(facts: ModelFacts) -> dict[str, str]:
         lines["beside rows"] = f"{width} values for each later layer, made on stage 0"
     if n_hashed:
         lines["by token id"] = f"the experts of the first {n_hashed} layers, which are all on stage 0"
+    if n_deepstack := facts.sidebands.deepstack_layers:
+        lines["beside rows"] = f"{facts.n_embd} values for each of the first {n_deepstack} layers: features of images"
     if facts.placeholders is not None:
         n_layers, last = facts.sidebands.block_layers, max(_placeholder_bytes(facts))
         state = bytes_text(max(facts.state_bytes_per_lane))

@@ -45,7 +45,7 @@ def check_images(manifest: Manifest, model: Path) -> None:
     if not manifest.serving.mmproj:
         return
     facts = inspect_model(model)
-    check_belongs(Path(manifest.serving.mmproj), facts.architecture, facts.n_embd)
+    check_belongs(Path(manifest.serving.mmproj), facts.architecture, facts.n_embd, facts.sidebands.deepstack_layers)
 
 
 def served_projector(serving: ServingSettings, given: Mapping[str, Any]) -> ServingSettings:

@@ -28,7 +28,8 @@ from relayline.wire.settings.table import EngineSettings
 
 POSITIONS = "position_embd.weight"
 _SCALES_TOKENS = ("gemma3", "gemma4")  # graphs that scale looked-up rows, and leave rows of images as they are
-ARTIFACT_VERSIONS = (1, 2, 3, 4, 5)  # of relayline.version; a split gives each slice the least one that runs it right
+# Of relayline.version; a split gives each slice the least one that runs it right.
+ARTIFACT_VERSIONS = (1, 2, 3, 4, 5, 6)
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
 HASHED_LAYERS_MAX = 64  # of stage 0 that look experts up by token id; models have three
@@ -114,6 +115,7 @@ class StageArtifact:
     rank_head: RankSection | None = None  # last stage of a reranker only
     has_experts: bool = False  # in a layer here, chosen by a router
     block_layers: int = 0  # of each block whose input all later layers read; 0: they read no such inputs
+    deepstack_layers: int = 0  # stage 0 only: its first ones, which add features of an image to what leaves them
 
     @property
     def is_first(self) -> bool:
@@ -123,9 +125,17 @@ class StageArtifact:
     @property
     def takes_rows(self) -> bool:
         """Whether rows of images may enter in place of token ids: nothing but the token's own row depends on it."""
-        if self.embedding is None or self.width_in != self.n_embd:
+        if self.embedding is None or self.width_in != self.media_width:
             return False
         return self.embedding.scale == 1.0 or self.architecture in _SCALES_TOKENS
+
+    @property
+    def media_width(self) -> int:
+        """Values of a row of an image or of audio that enters: its own, and features for each deepstack layer.
+
+        llama.cpp takes rows of this width.
+        """
+        return self.n_embd * (1 + self.deepstack_layers)
 
     def predicts(self, settings: EngineSettings) -> bool:
         """Whether a stage with these settings drafts by its prediction layers."""
@@ -229,6 +239,10 @@ class _Reader:
         key = f"{self.text('general.architecture')}.nextn_predict_layers"
         return 0 if self._file.value(key) is None else self.integer(key)
 
+    def deepstack_layers(self) -> int:
+        key = f"{self.text('general.architecture')}.n_deepstack_layers"
+        return 0 if self._file.value(key) is None else self.integer(key)
+
     def block_layers(self) -> int:
         key = "relayline.blocks.layers"
         return 0 if self._file.value(key) is None else self.integer(key)
@@ -317,6 +331,7 @@ def open_artifact(path: Path) -> StageArtifact:
         rank_head=reader.rank_head(n_embd) if stage_index == stage_count - 1 else None,
         has_experts=any(tensor.name.endswith(ROUTER) for tensor in file.tensors),
         block_layers=reader.block_layers(),
+        deepstack_layers=reader.deepstack_layers(),
     )
     _check_widths(artifact)
     return artifact
@@ -324,11 +339,13 @@ def open_artifact(path: Path) -> StageArtifact:
 
 def _check_widths(artifact: StageArtifact) -> None:
     """Raise ArtifactError unless a row has room for all stated sidebands."""
-    if artifact.layer_inputs is None and artifact.hashed is None and not artifact.block_layers:
+    has_any = artifact.has_sidebands or artifact.deepstack_layers or artifact.block_layers
+    if not has_any:
         return
     width = artifact.layer_inputs.width if artifact.layer_inputs is not None else 0
     extra_in = width * (artifact.source_layers - artifact.layer_start) + _block_values(artifact, artifact.layer_start)
     extra_in += artifact.hashed.n_values if artifact.hashed is not None else 0
+    extra_in += artifact.media_width - artifact.n_embd
     extra_out = width * (artifact.source_layers - artifact.layer_end)
     extra_out += 0 if artifact.is_last else _block_values(artifact, artifact.layer_end)
     extras = [

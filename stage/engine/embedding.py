@@ -38,6 +38,7 @@ class EmbeddingTable:
         )
         self.n_rows, self.n_embd, self.width = section.rows, artifact.n_embd, artifact.width_in
         self._scale = np.float32(section.scale)
+        self._n_features = artifact.media_width - artifact.n_embd
         self._inputs = LayerInputTable(artifact, section.rows, n_threads) if artifact.layer_inputs is not None else None
         self._experts: list[TableRows] = []
         if artifact.hashed is not None:
@@ -74,6 +75,10 @@ class EmbeddingTable:
         if self._scale != 1.0:
             rows *= self._scale
         column = self.n_embd
+        if self._n_features:
+            rows_more = out[:, column : column + self._n_features]
+            rows_more[:] = 0  # a token has no features of an image
+            column += self._n_features
         if self._inputs is not None:
             self._inputs.compute(given, rows, out[:, column : column + self._inputs.n_values])
             column += self._inputs.n_values

@@ -148,8 +148,9 @@ class NativeEngine:
     def _check_model(self) -> None:
         model, name = self._model, self.artifact.architecture
         widths = (llama.llama_model_n_embd(model), llama.llama_model_n_embd_inp(model))
-        if widths != (self.n_embd, self.n_embd):
-            raise NativeError(f"{name} takes rows of {widths[1]} values and gives {widths[0]}, not {self.n_embd}")
+        if widths != (self.n_embd, self.artifact.media_width):
+            wanted = f"{self.artifact.media_width} and {self.n_embd}"
+            raise NativeError(f"{name} takes rows of {widths[1]} values and gives {widths[0]}, not {wanted}")
         n_layers = self.artifact.file_layers
         if llama.llama_model_n_layer(model) != n_layers:
             found = llama.llama_model_n_layer(model)

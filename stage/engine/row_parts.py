@@ -3,6 +3,9 @@
 After the hidden row's columns come, in this order: the sidebands of the stage's own layers, those of later stages, and
 on stage 0 the experts that its first layers use for the token. llama.cpp gets the hidden row as an embedding. The other
 parts are written over nodes that it computes from zeros.
+
+Of models with deepstack layers, stage 0 gives llama.cpp rows with the features of these layers behind their own values,
+as one embedding: see coordinator/model/sidebands.py.
 """
 
 from __future__ import annotations

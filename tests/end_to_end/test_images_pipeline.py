@@ -36,18 +36,24 @@ from tests.support.whole_with_images import MARKER, WholeWithImages, needs_libra
 pytestmark = needs_library
 KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen2", (1, 2)),
          "gemma3": ("gemma3", (3,)), "gemma4v": ("gemma4", (4,)), "qwen2vl_merger": ("qwen2vl", (1,)),
-         "qwen2.5vl_merger": ("qwen2vl", ()), "qwen3vl_merger": ("qwen35", (4,))}  # fmt: skip
+         "qwen2.5vl_merger": ("qwen2vl", ()), "qwen3vl_merger": ("qwen35", (4,)),
+         "qwen3vl_merger:deepstack": ("qwen3vl", (3, 4)), "qwen3vl_merger:moe": ("qwen3vlmoe", (3,))}  # fmt: skip
 
 
 MAX_TOKENS = {"gemma4v": 24}  # of an image; without it, small ones have 70
 NEAR_TIE = 1e-3  # of logits, over few tokens; another image moves some logit by 0.25 and more
 one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
-# Rows of gemma3 see each other. Those of the others except mlp have positions in a grid; the last has a recurrent state
-# too.
+N_DEEPSTACK = 2  # layers of some models that take features of images
+# Rows of gemma3 see each other. Those of the others except mlp have positions in a grid. qwen35 has a recurrent state
+# too, and qwen3vl layers that take features of images.
 each_way = pytest.mark.parametrize(
-    "model", ["mlp", "gemma3", "gemma4v", "qwen2vl_merger", "qwen3vl_merger"], indirect=True
+    "model",
+    ["mlp", "gemma3", "gemma4v", "qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack"],
+    indirect=True,
 )
-in_grids = pytest.mark.parametrize("model", ["qwen2vl_merger", "qwen3vl_merger"], indirect=True)
+in_grids = pytest.mark.parametrize(
+    "model", ["qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack"], indirect=True
+)
 
 
 @dataclasses.dataclass
@@ -66,14 +72,17 @@ class Model:
 def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     directory = tmp_path_factory.mktemp("model")
     family, cuts = KINDS[request.param]
-    whole = make_tiny(family, directory / "model.gguf", tokenizer=True)
-    projector = make_projector(directory / "mmproj.gguf", request.param)
+    n_deepstack = N_DEEPSTACK if family.startswith("qwen3vl") else 0
+    values = {"n_deepstack_layers": n_deepstack} if n_deepstack else {}
+    whole = make_tiny(family, directory / "model.gguf", tokenizer=True, extra_values=values)
+    kind = request.param.partition(":")[0]
+    projector = make_projector(directory / "mmproj.gguf", kind, n_deepstack=n_deepstack)
     file = split_model(whole, directory / "out", cuts=cuts)
     paths = [directory / "out" / stage.file for stage in file.stages]
     tokenizer = directory / "out" / file.tokenizer.file
-    assert check_projector(projector, file).images == request.param
+    assert check_projector(projector, file).images == kind
     max_tokens = MAX_TOKENS.get(request.param, 0)
-    encoder = Encoder(projector, tokenizer, file.n_embd, max_tokens)
+    encoder = Encoder(projector, tokenizer, file.media_width, max_tokens)
     with WholeWithImages(whole, projector, CTX, max_tokens) as reference:
         try:
             encoder.start()

@@ -19,15 +19,27 @@ N_ROWS = {"mlp": 16, "pixtral": 20, "idefics3": 4, "internvl": 4, "gemma3": 16}
 _GRIDS = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")  # whose rows have places on several axes
 
 
-def make_projector(
-    path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed: int = 1, has_deepstack: bool = False
-) -> Path:
-    """Write a projector of a kind, and return its path. Its rows have `n_embd` values."""
+def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed: int = 1, n_deepstack: int = 0) -> Path:
+    """Write a projector of a kind, and return its path. Its rows have `n_embd` values.
+
+    `n_deepstack`: layers of the model for which it makes features.
+    """
     writer = gguf.GGUFWriter(None, "clip")
     writer.add_string("clip.projector_type", kind)
     add_images(writer, kind, n_embd)
-    deepstack = {"v.deepstack.0.fc1.weight": (4 * WIDTH, 4 * WIDTH)} if has_deepstack else {}
-    return write_projector(writer, path, {**image_shapes(kind, n_embd), **deepstack}, seed)
+    writer.add_array("clip.vision.is_deepstack_layers", [layer < n_deepstack for layer in range(N_LAYERS)])
+    return write_projector(writer, path, {**image_shapes(kind, n_embd), **_deepstack(n_deepstack, n_embd)}, seed)
+
+
+def _deepstack(n_layers: int, n_embd: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that make features of the first blocks' outputs."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(n_layers):
+        block = f"v.deepstack.{layer}"
+        shapes |= {f"{block}.norm.weight": (4 * WIDTH,), f"{block}.norm.bias": (4 * WIDTH,)}
+        shapes |= {f"{block}.fc1.weight": (4 * WIDTH, 4 * WIDTH), f"{block}.fc1.bias": (4 * WIDTH,)}
+        shapes |= {f"{block}.fc2.weight": (n_embd, 4 * WIDTH), f"{block}.fc2.bias": (n_embd,)}
+    return shapes
 
 
 def add_images(writer: gguf.GGUFWriter, kind: str, n_embd: int) -> None:

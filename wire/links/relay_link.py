@@ -44,12 +44,12 @@ class RelayLink:
         accepted: pb.LinkAccepted,
         pool: BufferPool,
         on_lost: OnLost,
-        n_embd: int = 0,
+        media_width: int = 0,
     ) -> None:
         self.address = address
         self.max_rows: int = accepted.max_rows
         self.pool = pool
-        self.row_pool = BufferPool(DTYPE_F32, n_embd or pool.width)  # of a link for tokens: of rows in their place
+        self.row_pool = BufferPool(DTYPE_F32, media_width or pool.width)  # of a link for tokens: of rows in their place
         self.envelopes_sent = 0
         self.payload_bytes_sent = 0
         self.handed_ns = 0  # when the latest envelope was handed to gRPC; that it returned is heard of later
@@ -75,11 +75,13 @@ class RelayLink:
         shown_pass: str = "",
         *,
         is_watched: bool = True,
+        media_width: int = 0,
     ) -> RelayLink:
         """Connect, identify this end and wait to be accepted; `shown_pass` is the coordinator's pass for this link.
 
         `on_lost` is called once, from the event loop, if the link breaks later, and where the link `is_watched` also
-        once the other side sends no heartbeat.
+        once the other side sends no heartbeat. `media_width`: values of rows of images and audio, which a link for
+        tokens may send in their place.
 
         Raises the typed error with which the other side refuses: HandshakeError or StaleEpochError. Raises
         StageLostError when it cannot be reached within HANDSHAKE_TIMEOUT_S. Raises UnauthenticatedError when
@@ -90,7 +92,7 @@ class RelayLink:
         async with first_call(channel, address, security, f"{address} did not accept the link"):
             call, accepted = await _shake_hands(channel, address, hello, shown_pass)
         width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
-        link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost, hello.n_embd)
+        link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost, media_width)
         if is_watched:
             link._watch = Watch(address, (hello.route_id, hello.epoch), link._silent, security, shown_pass=shown_pass)
         return link

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.pipeline_file import store_pipeline
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.native import NativeEngine
@@ -78,10 +80,31 @@ def test_a_model_that_runs_through_its_layers_once_is_not_refused(tmp_path: Path
     assert inspect_model(make_tiny("nanbeige", tmp_path / "model.gguf", extra_values={"num_loops": 1})).supported
 
 
-@pytest.mark.parametrize("name", ["qwen3vl", "qwen3vlmoe"])
-def test_stages_take_rows_without_image_features(name: str, tmp_path: Path) -> None:
-    for stage in stages_of(make_tiny(name, tmp_path / "model.gguf"), (1, 3)):
-        assert stage.value(f"{name}.n_deepstack_layers") == 0
+@pytest.mark.parametrize(("name", "n_layers"), [("qwen3vl", 2), ("qwen3vlmoe", 3)])
+def test_the_first_stage_takes_features_of_images(name: str, n_layers: int, tmp_path: Path) -> None:
+    path = make_tiny(name, tmp_path / "model.gguf")
+    stages = stages_of(path, (4,))
+    assert [stage.value(f"{name}.n_deepstack_layers") for stage in stages] == [n_layers, 0]
+    assert [stage.value("relayline.rows.width_in") for stage in stages] == [N_EMBD * (1 + n_layers), None]
+    assert inspect_model(path).legal_cuts == tuple(range(n_layers + 1, 5))
+    with pytest.raises(CutError, match=f"its first {n_layers} layers add features of images"):
+        stages_of(path, (n_layers,))
+
+
+def test_slices_that_an_earlier_version_made_for_text_alone_are_made_again(tmp_path: Path) -> None:
+    model, out = make_tiny("qwen3vl", tmp_path / "model.gguf"), tmp_path / "out"
+    made = split_model(model, out, cuts=(3,))
+    inode = (out / "stage-0.gguf").stat().st_ino
+    assert split_model(model, out, cuts=(3,)) == made
+    assert (out / "stage-0.gguf").stat().st_ino == inode
+    store_pipeline(out, msgspec.structs.replace(made, deepstack_layers=0))
+    assert split_model(model, out, cuts=(3,)) == made
+    assert (out / "stage-0.gguf").stat().st_ino != inode
+
+
+def test_a_model_that_ends_among_the_layers_that_take_image_features_is_refused(tmp_path: Path) -> None:
+    facts = inspect_model(make_tiny("qwen3vl", tmp_path / "model.gguf", extra_values={"n_deepstack_layers": 5}))
+    assert facts.refusal == "5 of its layers add features of images, but it has only 5"
 
 
 def test_minicpm_slices_state_values_derived_from_the_number_of_layers(tmp_path: Path) -> None:

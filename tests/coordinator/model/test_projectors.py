@@ -75,12 +75,17 @@ def test_models_whose_layers_take_separate_inputs_are_refused(tmp_path: Path) ->
         check_projector(make_projector(tmp_path / "mmproj.gguf", "gemma4v", n_embd=48), file)
 
 
-def test_deepstack_is_refused_in_one_line_whatever_the_kind(tmp_path: Path) -> None:
-    path = make_projector(tmp_path / "mmproj.gguf", "qwen3vl_merger", n_embd=48, has_deepstack=True)
-    with pytest.raises(
-        UsageError, match=r"kind qwen3vl_merger with deepstack are not served: its images add"
-    ) as caught:
-        check_projector(path, msgspec.structs.replace(FILE, architecture="qwen3vl"))
+def test_features_of_images_are_for_as_many_layers_as_the_model_has_for_them(tmp_path: Path) -> None:
+    path = make_projector(tmp_path / "mmproj.gguf", "qwen3vl_merger", n_embd=48, n_deepstack=2)
+    stage = msgspec.structs.replace(FILE.stages[0], row_width=3 * 48)
+    file = msgspec.structs.replace(FILE, architecture="qwen3vl", stages=(stage,), deepstack_layers=2)
+    assert check_projector(path, file).deepstack_layers == 2
+    without = make_projector(tmp_path / "without.gguf", "qwen3vl_merger", n_embd=48)
+    with pytest.raises(UsageError, match=r"for 0 layers, but the model takes 2: it belongs to another model$"):
+        check_projector(without, file)
+    for_text = msgspec.structs.replace(FILE, architecture="qwen3vl")
+    with pytest.raises(UsageError, match=r"for 2 layers, but the model takes 0: .* split it again") as caught:
+        check_projector(path, for_text)
     assert "\n" not in str(caught.value)
 
 

@@ -197,8 +197,8 @@ def minimal(path: Path, **keys: Any) -> Path:
     ("keys", "message"),
     [
         (
-            {"version": 6},
-            "artifact version 6, this build reads 1 and 2 and 3 and 4 and 5; split again, or update this build",
+            {"version": 7},
+            "artifact version 7, this build reads 1 and 2 and 3 and 4 and 5 and 6; split again, or update this build",
         ),
         ({"n_embd": None}, "relayline.n_embd is missing or not an integer"),
         ({"n_embd": "4"}, "relayline.n_embd is missing or not an integer"),

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from relayline.coordinator.text.places import place_of
-from relayline.wire.common.bounds import MEDIA_BYTES_MAX, MEDIA_PER_REQUEST_MAX
+from relayline.wire.common.bounds import MEDIA_ADDRESS_CHARS_MAX, MEDIA_BYTES_MAX, MEDIA_PER_REQUEST_MAX
 from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.texts import printable
+from relayline.wire.settings.media_hosts import host_in, may_be_asked
 
 _IMAGE_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
 _AUDIO_HEAD = re.compile(r"data:audio/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
@@ -45,6 +47,7 @@ class MediaFile(Struct):
     sha256: bytes
     param: str  # where in the body it is
     is_audio: bool = False
+    address: str = ""  # from which it is to be fetched; there are no bytes yet
 
 
 class Marked(Struct):
@@ -72,15 +75,16 @@ class Marked(Struct):
         return re.sub(rf"<{self.mark}-\d+>", MARKER, rendered) if self.media else rendered
 
 
-def take_media(messages: Sequence[dict[str, Any]], takes: Takes) -> Marked:
-    """Take images and audio out of the messages of a chat. Raises InvalidRequestError for a file that cannot be read,
-    or is of a kind that the projector does not take.
+def take_media(messages: Sequence[dict[str, Any]], takes: Takes, hosts: Sequence[str] = ()) -> Marked:
+    """Take images and audio out of the messages of a chat. Those at an address of one of the hosts have that alone.
+
+    Raises InvalidRequestError for a file that cannot be read, or is of a kind that the projector does not take.
     """
     marked = Marked([], [], secrets.token_hex(8))
     for at, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, Sequence) and any(kind_of(part) for part in content):
-            message = {**message, "content": _text_of(content, f"messages[{at}].content", marked, takes)}
+            message = {**message, "content": _text_of(content, f"messages[{at}].content", marked, takes, hosts)}
         marked.messages.append(message)
     return marked
 
@@ -101,7 +105,7 @@ def is_audio_file(data: bytes) -> bool:
     return len(data) >= 12 and (is_wave or is_mpeg or data.startswith(_AUDIO_FORMATS))
 
 
-def _text_of(parts: Sequence[Any], param: str, marked: Marked, takes: Takes) -> str:
+def _text_of(parts: Sequence[Any], param: str, marked: Marked, takes: Takes, hosts: Sequence[str]) -> str:
     """Return the parts of a message as one text. As in llama.cpp, a new line stands between two texts alone."""
     text, is_after_text = "", False
     for at, part in enumerate(parts):
@@ -112,7 +116,8 @@ def _text_of(parts: Sequence[Any], param: str, marked: Marked, takes: Takes) -> 
                 most = f"a request has at most {MEDIA_PER_REQUEST_MAX} images and audio files"
                 raise InvalidRequestError.of_field(place, most)
             text += f"<{marked.mark}-{len(marked.media)}>"
-            marked.media.append(_audio(part, place, takes) if kind == "audio" else _picture(part, place, takes))
+            file_of = _audio if kind == "audio" else _picture
+            marked.media.append(file_of(part, place, takes, hosts))
             is_after_text = False
             continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -123,7 +128,7 @@ def _text_of(parts: Sequence[Any], param: str, marked: Marked, takes: Takes) -> 
     return text
 
 
-def _picture(part: Mapping[str, Any], param: str, takes: Takes) -> MediaFile:
+def _picture(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[str]) -> MediaFile:
     if not takes.images:
         raise InvalidRequestError.of_field(param, "this model's projector takes audio, and no images")
     image_url = part.get("image_url")
@@ -131,16 +136,18 @@ def _picture(part: Mapping[str, Any], param: str, takes: Takes) -> MediaFile:
     if not isinstance(url, str):
         raise InvalidRequestError.of_field(param, "must be text")
     if (head := _IMAGE_HEAD.match(url)) is None:
-        text = "an image is sent itself, as data:image/png;base64,...; this server fetches none from elsewhere"
-        raise InvalidRequestError.of_field(param, text)
-    data = _bytes_of(url, head.end(), param, "an image")
+        return _elsewhere(url, param, "an image is sent itself, as data:image/png;base64,...", hosts, is_audio=False)
+    return _image_file(_bytes_of(url, head.end(), param, "an image"), param)
+
+
+def _image_file(data: bytes, param: str) -> MediaFile:
     is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
     if not (is_webp or data.startswith(_IMAGE_FORMATS)):
         raise InvalidRequestError.of_field(param, "it is no PNG, JPEG, WebP or GIF")
     return MediaFile(data, hashlib.sha256(data).digest(), param)
 
 
-def _audio(part: Mapping[str, Any], param: str, takes: Takes) -> MediaFile:
+def _audio(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[str]) -> MediaFile:
     """Return an audio file: of `input_audio` its `data`, base64 or a data: address; of `audio_url` its `url`."""
     if not takes.audio:
         raise InvalidRequestError.of_field(param, "this model's projector takes images, and no audio")
@@ -150,8 +157,7 @@ def _audio(part: Mapping[str, Any], param: str, takes: Takes) -> MediaFile:
         raise InvalidRequestError.of_field(param, "needs `data`, the audio file in base64")
     head = _AUDIO_HEAD.match(sent)
     if head is None and (part["type"] == "audio_url" or ":" in sent[:40]):  # an address
-        text = "audio is sent itself, in base64; this server fetches none from elsewhere"
-        raise InvalidRequestError.of_field(param, text)
+        return _elsewhere(sent, param, "audio is sent itself, in base64", hosts, is_audio=True)
     data = _bytes_of(sent, head.end() if head else 0, param, "an audio file")
     return audio_file(data, param)
 
@@ -161,6 +167,20 @@ def audio_file(data: bytes, param: str) -> MediaFile:
     if not is_audio_file(data):
         raise InvalidRequestError.of_field(param, NO_AUDIO_FORMAT)
     return MediaFile(data, hashlib.sha256(data).digest(), param, is_audio=True)
+
+
+def fetched_file(asked: MediaFile, data: bytes) -> MediaFile:
+    """Return a file that was fetched. Raises InvalidRequestError where it is none of its kind; hashes all its bytes."""
+    return audio_file(data, asked.param) if asked.is_audio else _image_file(data, asked.param)
+
+
+def _elsewhere(sent: str, param: str, wanted: str, hosts: Sequence[str], *, is_audio: bool) -> MediaFile:
+    """Return a file that is to be fetched. Raises InvalidRequestError where its host may not be asked."""
+    host = host_in(sent) if len(sent) <= MEDIA_ADDRESS_CHARS_MAX else ""
+    if not may_be_asked(host, hosts):
+        where = printable(host)[:100] if hosts and host else "elsewhere"
+        raise InvalidRequestError.of_field(param, f"{wanted}; this server fetches none from {where}, see --media-hosts")
+    return MediaFile(b"", b"", param, is_audio, sent)
 
 
 def _bytes_of(sent: str, start: int, param: str, what: str) -> bytes:

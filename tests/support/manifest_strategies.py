@@ -39,6 +39,7 @@ FORMS = {
     "tensorSplit": st.sampled_from(("", "3,1")),
     "overrideTensor": st.sampled_from(("", "ffn_.*_exps=CPU")),
     "jaegerUrl": st.sampled_from(("", "http://box:16686/jaeger")),
+    "mediaHosts": st.sampled_from(("", "*", "example.org,*.example.com")),
     "lora": st.one_of(
         st.just(""),
         st.lists(ADAPTER, min_size=1, unique_by=lambda each: each.name).map(lambda each: text_of(tuple(each))),

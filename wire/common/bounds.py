@@ -136,6 +136,11 @@ RELAY_START_S = 8.0  # for the relay's process to listen; less than stages wait 
 # Of images and audio in chats, see coordinator.media:
 MEDIA_PER_REQUEST_MAX = 16
 MEDIA_BYTES_MAX = 11 * 1024 * 1024  # of one as a file; in base64 it fits a body
+MEDIA_ADDRESS_CHARS_MAX = 8 * 1024  # of an address in place of one
+MEDIA_FETCH_S = 15.0  # for one that its client named by an address
+MEDIA_FETCHED_BYTES_MAX = 32 * 1024 * 1024  # of all such files of a request
+MEDIA_FETCHING_MAX = 8  # requests whose files are fetched, or wait to be encoded; others wait for them
+MEDIA_REDIRECTS_MAX = 4
 IMAGE_PIXELS_MAX = 40_000_000  # of one as its header says, before anything is unpacked
 AUDIO_SECONDS_MAX = 1_800  # of one as its header says, and again once it is unpacked
 AUDIO_UNPACKED_BYTES_MAX = 1024 * 1024 * 1024  # more memory than this is not there for unpacking one

@@ -20,6 +20,7 @@ from relayline.wire.settings.device_texts import (
     read_overrides,
     read_shares,
 )
+from relayline.wire.settings.media_hosts import read_media_hosts
 from relayline.wire.settings.page_url import read_page_url
 from relayline.wire.settings.setting import Reader, Settings, setting
 from relayline.wire.telemetry.config import LEVEL_NAMES
@@ -550,6 +551,16 @@ class ServingSettings(Settings):
     chats are text.""",
         flag="--mmproj",
         place="coordinator.mmproj",
+        reader=COORDINATOR,
+    )
+    media_hosts: str = setting(
+        "",
+        """
+    Hosts from which the images and audio of chats may be fetched by their addresses, separated by commas: HOST,
+    *.HOST for those below it, or * for all with a public IP address. Empty: from none.""",
+        form=read_media_hosts,
+        flag="--media-hosts",
+        place="coordinator.mediaHosts",
         reader=COORDINATOR,
     )
     lora: str = setting(

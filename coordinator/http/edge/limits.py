@@ -6,6 +6,7 @@ import dataclasses
 
 from relayline.wire.model_files.adapter_texts import AdapterText, read_adapters
 from relayline.wire.model_files.recommended import NOTHING, Recommended
+from relayline.wire.settings.media_hosts import read_media_hosts
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -40,6 +41,9 @@ class HttpLimits:
     model_aliases: tuple[str, ...] = ()  # further names of the model
     adapters: tuple[str, ...] = ()  # names of LoRA adapters, by which requests choose one; the first is choice 1
     lora: tuple[AdapterText, ...] = ()  # all LoRA adapters, those without names too
+    media_hosts: tuple[
+        str, ...
+    ] = ()  # from which images and audio of chats may be fetched, as `--media-hosts` has them
     any_model_name: bool = False  # answer to any model name, for clients with fixed names
     recommended: tuple[tuple[str, int | float], ...] = ()  # sampling options of requests that do not name them
 
@@ -63,6 +67,7 @@ def limits_of(serving: ServingSettings, recommended: Recommended = NOTHING) -> H
         model_aliases=tuple(filter(None, map(str.strip, serving.served_model_name.split(",")))),
         adapters=serving.adapter_names,
         lora=read_adapters(serving.lora) if serving.lora else (),
+        media_hosts=read_media_hosts(serving.media_hosts) if serving.media_hosts else (),
         any_model_name=serving.any_model_name,
         recommended=recommended.options if serving.sampling_defaults == "model" else (),
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
 from relayline.coordinator.http.workers.fair_line import Ticket
 from relayline.coordinator.http.workers.turns import Turns
 from relayline.coordinator.media.encoded import Encoded, EncodedMedia, Filled, n_tokens_of, put_in
 from relayline.coordinator.media.encoder import Encoder
+from relayline.coordinator.media.fetching import Fetcher
 from relayline.coordinator.media.parts import MediaFile
 from relayline.coordinator.media.segments import Segment, n_rows_in
-from relayline.wire.common.bounds import MEDIA_PER_REQUEST_MAX
+from relayline.wire.common.bounds import MEDIA_FETCHING_MAX, MEDIA_PER_REQUEST_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
 
@@ -21,18 +23,21 @@ class Media:
 
     per_request_max = MEDIA_PER_REQUEST_MAX
 
-    def __init__(self, encoder: Encoder) -> None:
-        """The encoder has been started."""
+    def __init__(self, encoder: Encoder, hosts: Sequence[str] = ()) -> None:
+        """The encoder has been started. `hosts`: from which files may be fetched, see `Fetcher`."""
         self.takes = encoder.takes
         self._encoder, self._row_bytes = encoder, 4 * encoder.n_embd
         self._encoded = EncodedMedia()
         self._turns = Turns(1)
+        self._fetcher = Fetcher(hosts)
+        self._fetching = asyncio.Semaphore(MEDIA_FETCHING_MAX)
         self._tasks: set[asyncio.Task[Encoded | None]] = set()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "media")
 
     async def count(self, client: str, media: Sequence[MediaFile]) -> int:
         """Return how many tokens of a prompt some files take. Raises InvalidRequestError."""
-        return sum([n_tokens_of(await self._layout(client, file)) for file in media])
+        async with self._here(media) as files:
+            return await self._count(client, files)
 
     async def fill(self, client: str, tokens: Sequence[int], media: Sequence[MediaFile], ctx_tokens: int) -> Filled:
         """Return a prompt with its media in it; see `put_in` for the places of these.
@@ -40,17 +45,31 @@ class Media:
         Raises ContextLengthError before anything is encoded where it cannot fit, InvalidRequestError for a file that
         cannot be read, OverloadedError where requests hold too many, InternalError where encoding fails.
         """
-        n_tokens = len(tokens) - len(media) + await self.count(client, media)
-        if n_tokens > ctx_tokens:
-            raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
-        encoded = [await self._one(client, file) for file in media]
+        async with self._here(media) as files:
+            n_tokens = len(tokens) - len(files) + await self._count(client, files)
+            if n_tokens > ctx_tokens:
+                raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
+            encoded = [await self._one(client, file) for file in files]
         return put_in(tokens, encoded)
 
     async def close(self) -> None:
-        """End the process that encodes."""
+        """End the process that encodes, and connections to other hosts."""
         self._encoder.close()
+        await self._fetcher.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._thread.shutdown(wait=False)
+
+    @contextlib.asynccontextmanager
+    async def _here(self, media: Sequence[MediaFile]) -> AsyncIterator[Sequence[MediaFile]]:
+        """Give files that are here. Those that have an address are fetched, and only some requests hold such files."""
+        if not any(file.address for file in media):
+            yield media
+            return
+        async with self._fetching:
+            yield await self._fetcher.all_here(media)
+
+    async def _count(self, client: str, files: Sequence[MediaFile]) -> int:
+        return sum([n_tokens_of(await self._layout(client, file)) for file in files])
 
     async def _layout(self, client: str, file: MediaFile) -> list[Segment]:
         if (found := self._encoded.layout(self._key(file))) is not None:

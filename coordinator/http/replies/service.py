@@ -161,6 +161,6 @@ def make_service(generator: Generator, model: ServedModel, limits: HttpLimits, o
         limits=limits,
         observer=observer,
         pool=BodyPool(setting, tokenizer),
-        media=Media(encoder) if encoder is not None else None,
+        media=Media(encoder, limits.media_hosts) if encoder is not None else None,
         template_fault=style.fault,
     )

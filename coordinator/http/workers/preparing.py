@@ -254,7 +254,9 @@ class Preparer:
         if self._setting.style is not None and self._setting.style.fault:
             raise InvalidRequestError(self._setting.style.fault, param="messages")
         messages = [msgspec.to_builtins(message) for message in body.messages]
-        marked = take_media(messages, self._setting.takes) if any(self._setting.takes) else Marked(messages, [], "")
+        marked = Marked(messages, [], "")
+        if any(self._setting.takes):
+            marked = take_media(messages, self._setting.takes, self._setting.limits.media_hosts)
         messages = marked.messages
         conversation = self._conversation()
         variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})

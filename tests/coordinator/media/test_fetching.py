@@ -1,0 +1,172 @@
+"""Files at an address: fetched within bounds of time and bytes, or refused in one line at the place of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from aiohttp import web
+
+from relayline.coordinator.media import fetching
+from relayline.coordinator.media.fetching import Fetcher
+from relayline.coordinator.media.parts import MediaFile, Takes, take_media
+from relayline.wire.common.bounds import MEDIA_ADDRESS_CHARS_MAX, MEDIA_BYTES_MAX
+from relayline.wire.common.errors import InvalidRequestError
+
+PNG = b"\x89PNG\r\n\x1a\n and more"
+WAV = b"RIFF\x00\x00\x00\x00WAVEfmt "
+HERE = ("127.0.0.1",)
+BOTH = Takes(images=True, audio=True)
+
+
+class Site:
+    """A web server with some files, which remembers its requests."""
+
+    def __init__(self) -> None:
+        self.asked: list[web.Request] = []
+        self.is_waiting = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request)
+        name = request.path.removeprefix("/")
+        if name == "png":
+            return web.Response(body=PNG, headers={"Set-Cookie": "a=b"})
+        if name == "wav":
+            return web.Response(body=WAV)
+        if name == "large":
+            return web.Response(body=PNG + bytes(MEDIA_BYTES_MAX))
+        if name == "half":
+            return web.Response(body=PNG + bytes(9 * 1024 * 1024))
+        if name == "page":
+            return web.Response(text="<html>")
+        if name == "never":
+            self.is_waiting.set()
+            await asyncio.Event().wait()
+        if name == "cut":
+            assert request.transport is not None
+            request.transport.close()
+        if name.startswith("to="):
+            raise web.HTTPFound(name.removeprefix("to="))
+        raise web.HTTPNotFound
+
+
+@contextlib.asynccontextmanager
+async def site() -> AsyncIterator[tuple[Site, str]]:
+    found, app = Site(), web.Application()
+    app.router.add_get("/{name:.*}", found.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield found, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def at(*addresses: str, kind: str = "image_url") -> list[MediaFile]:
+    parts = [{"type": kind, kind: {"url": address}} for address in addresses]
+    hosts = ("*", *HERE, "localhost")
+    return take_media([{"role": "user", "content": parts}], BOTH, hosts).media
+
+
+async def refusal(files: Sequence[MediaFile], hosts: Sequence[str] = HERE, fetch_s: float = 30.0) -> str:
+    fetcher = Fetcher(hosts, fetch_s)
+    try:
+        with pytest.raises(InvalidRequestError) as caught:
+            await fetcher.all_here(files)
+    finally:
+        await fetcher.close()
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+async def test_files_are_fetched_in_their_order_and_others_stay_as_they_are() -> None:
+    own = MediaFile(b"own", b"hash", "messages[0]")
+    async with site() as (served, url):
+        fetcher = Fetcher(HERE)
+        asked = [*at(f"{url}/png"), own, *at(f"{url}/wav", kind="audio_url"), *at(f"{url}/to=/png")]
+        found = await fetcher.all_here(asked)
+        again = await fetcher.all_here(at(f"{url}/png"))
+        assert await fetcher.all_here([own]) == [own]
+        await fetcher.close()
+    assert [each.data for each in (*found, *again)] == [PNG, b"own", WAV, PNG, PNG]
+    assert found[0].sha256 == hashlib.sha256(PNG).digest()
+    assert [each.is_audio for each in found] == [False, False, True, False]
+    assert found[0].param == "messages[0].content[0].image_url"
+    assert not any(each.address for each in found)
+    assert all("Cookie" not in request.headers for request in served.asked)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("gone", "its server answered 404"),
+        ("page", "it is no PNG, JPEG, WebP or GIF"),
+        ("large", f"a file has at most {MEDIA_BYTES_MAX} bytes"),
+        ("cut", "it cannot be fetched"),
+        ("to=http://10.0.0.1/png", "this server does not fetch from there"),
+        ("to=file:///etc/passwd", "this server does not fetch from there"),
+        ("to=/to=/to=/to=/to=/png", "more than 4 redirects"),
+    ],
+)
+async def test_what_cannot_be_had_is_one_line_at_its_place(path: str, problem: str) -> None:
+    async with site() as (_, url):
+        message = await refusal(at(f"{url}/png", f"{url}/{path}"))
+    assert message.startswith("messages[0].content[1].image_url: ")
+    assert problem in message
+
+
+async def test_a_server_that_does_not_answer_is_given_up() -> None:
+    async with site() as (served, url):
+        message = await refusal(at(f"{url}/never"), fetch_s=0.05)
+        await served.is_waiting.wait()
+    assert message.endswith("it did not come within 0.05 s")
+
+
+async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site() as (_, url):
+        pass
+    assert "it cannot be fetched" in await refusal(at(f"{url}/png"))
+    monkeypatch.setattr(fetching, "_SHOWN_CHARS", 20)
+    assert "http://127.0.0.1:" in await refusal(at(f"{url}/{'x' * 300}"))
+
+
+async def test_the_files_of_a_request_have_a_bound_together() -> None:
+    async with site() as (_, url):
+        message = await refusal(at(*[f"{url}/half?{number}" for number in range(4)]))
+    assert "the fetched files of a request have at most 33554432 bytes together" in message
+
+
+async def test_a_name_that_the_list_does_not_say_must_have_a_public_address() -> None:
+    async with site() as (served, url):
+        local = at(url.replace("127.0.0.1", "localhost") + "/png")
+        message = await refusal(local, ("*",))
+        assert not served.asked
+        fetcher = Fetcher(("localhost",))
+        found = await fetcher.all_here(local)
+        await fetcher.close()
+    assert message.endswith("it cannot be fetched: its host has no public address")
+    assert found[0].data == PNG
+
+
+@pytest.mark.parametrize(
+    ("address", "hosts", "where"),
+    [
+        ("https://example.org/a.png", (), "elsewhere"),
+        ("https://example.org/a.png", ("other.example",), "example.org"),
+        ("https://192.168.0.1/a.png", ("*",), "192.168.0.1"),
+        ("http://2130706433/a.png", ("*",), "2130706433"),
+        ("file:///etc/passwd", ("*",), "elsewhere"),
+        (f"https://example.org/{'a' * MEDIA_ADDRESS_CHARS_MAX}", ("*",), "elsewhere"),
+    ],
+)
+def test_addresses_of_other_hosts_are_refused_before_anything_is_asked(
+    address: str, hosts: tuple[str, ...], where: str
+) -> None:
+    for kind in ("image_url", "audio_url"):
+        parts = [{"type": kind, kind: {"url": address}}]
+        with pytest.raises(InvalidRequestError, match=rf"this server fetches none from {where}, see --media-hosts$"):
+            take_media([{"role": "user", "content": parts}], BOTH, hosts)

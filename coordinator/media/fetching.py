@@ -11,17 +11,18 @@ import asyncio
 import errno
 import socket
 from collections.abc import Sequence
-from urllib.parse import urljoin
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
+from yarl import URL
 
+from relayline.coordinator.media.addresses import host_of, url_of
 from relayline.coordinator.media.parts import MediaFile, fetched_file
 from relayline.wire.common.bounds import MEDIA_BYTES_MAX, MEDIA_FETCH_S, MEDIA_FETCHED_BYTES_MAX, MEDIA_REDIRECTS_MAX
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.common.texts import printable
-from relayline.wire.settings.media_hosts import host_in, is_named, is_public, may_be_asked
+from relayline.wire.settings.media_hosts import is_named, is_public, may_be_asked
 
 _HEADERS = {"User-Agent": "relayline", "Accept": "image/*, audio/*", "Accept-Encoding": "identity"}
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -63,7 +64,7 @@ class Fetcher:
             return file
         try:
             async with asyncio.timeout(self._fetch_s):
-                data = await self._fetched(file.address, budget)
+                data = await self._fetched(url_of(file.address), file.address, budget)
             return await asyncio.to_thread(fetched_file, file, data)
         except InvalidRequestError as error:
             return InvalidRequestError.of_field(file.param, error.message)
@@ -74,13 +75,15 @@ class Fetcher:
             problem = f"it cannot be fetched: {printable(reason)[:200]}"
         return InvalidRequestError.of_field(file.param, f"{_shown(file.address)}: {problem}")
 
-    async def _fetched(self, address: str, budget: _Budget) -> bytes:
+    async def _fetched(self, url: URL | None, address: str, budget: _Budget) -> bytes:
+        """Return the bytes at an address, which is also given as it was said."""
         for _ in range(1 + MEDIA_REDIRECTS_MAX):
-            if not may_be_asked(host_in(address), self._hosts):
+            if url is None or not may_be_asked(host_of(url), self._hosts):
                 raise InvalidRequestError(f"{_shown(address)}: this server does not fetch from there")
-            async with self._client().get(address, allow_redirects=False) as response:
+            async with self._client().get(url, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "Location" in response.headers:
-                    address = urljoin(address, response.headers["Location"])
+                    address = str(url.join(URL(response.headers["Location"])))
+                    url = url_of(address)
                     continue
                 if response.status != 200:
                     raise InvalidRequestError(f"{_shown(address)}: its server answered {response.status}")

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from relayline.coordinator.media.addresses import host_of, url_of
 from relayline.coordinator.text.places import place_of
 from relayline.wire.common.bounds import MEDIA_ADDRESS_CHARS_MAX, MEDIA_BYTES_MAX, MEDIA_PER_REQUEST_MAX
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.common.texts import printable
-from relayline.wire.settings.media_hosts import host_in, may_be_asked
+from relayline.wire.settings.media_hosts import may_be_asked
 
 _IMAGE_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
 _AUDIO_HEAD = re.compile(r"data:audio/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
@@ -176,7 +177,7 @@ def fetched_file(asked: MediaFile, data: bytes) -> MediaFile:
 
 def _elsewhere(sent: str, param: str, wanted: str, hosts: Sequence[str], *, is_audio: bool) -> MediaFile:
     """Return a file that is to be fetched. Raises InvalidRequestError where its host may not be asked."""
-    host = host_in(sent) if len(sent) <= MEDIA_ADDRESS_CHARS_MAX else ""
+    host = host_of(url_of(sent)) if len(sent) <= MEDIA_ADDRESS_CHARS_MAX else ""
     if not may_be_asked(host, hosts):
         where = printable(host)[:100] if hosts and host else "elsewhere"
         raise InvalidRequestError.of_field(param, f"{wanted}; this server fetches none from {where}, see --media-hosts")

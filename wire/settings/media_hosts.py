@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 PUBLIC = "*"  # any host with a public address
 MEDIA_HOSTS_MAX = 64
@@ -24,17 +23,6 @@ def read_media_hosts(text: str) -> tuple[str, ...]:
         if name != PUBLIC and not _NAME.fullmatch(name) and _address_of(name.strip("[]")) is None:
             raise ValueError("give names of hosts separated by commas, such as example.org,*.example.com, or *")
     return names
-
-
-def host_in(address: str) -> str:
-    """Return the host of an address of the web, in lower case; empty where it is none, or has a name and a password."""
-    try:
-        parts = urlsplit(address)
-        port_is_given = parts.port is None or parts.port > 0
-    except ValueError:
-        return ""
-    is_web = parts.scheme in ("http", "https") and port_is_given and "@" not in parts.netloc
-    return (parts.hostname or "").lower().rstrip(".") if is_web else ""
 
 
 def is_named(host: str, names: Sequence[str]) -> bool:

@@ -159,6 +159,7 @@ async def test_a_name_that_the_list_does_not_say_must_have_a_public_address() ->
         ("https://example.org/a.png", ("other.example",), "example.org"),
         ("https://192.168.0.1/a.png", ("*",), "192.168.0.1"),
         ("http://2130706433/a.png", ("*",), "2130706433"),
+        ("http://⑩.0.0.1/a.png", ("*",), "10.0.0.1"),
         ("file:///etc/passwd", ("*",), "elsewhere"),
         (f"https://example.org/{'a' * MEDIA_ADDRESS_CHARS_MAX}", ("*",), "elsewhere"),
     ],

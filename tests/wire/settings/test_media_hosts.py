@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relayline.wire.settings.media_hosts import host_in, is_public, may_be_asked, read_media_hosts
+from relayline.wire.settings.media_hosts import is_public, may_be_asked, read_media_hosts
 
 
 @pytest.mark.parametrize(
@@ -29,28 +29,6 @@ def test_other_lists_are_refused(text: str) -> None:
 def test_too_many_hosts_are_refused() -> None:
     with pytest.raises(ValueError, match="65 hosts; at most 64"):
         read_media_hosts(",".join(f"host{number}.example" for number in range(65)))
-
-
-@pytest.mark.parametrize(
-    ("address", "host"),
-    [
-        ("https://Example.org/a.png?b=c#d", "example.org"),
-        ("http://example.org.:8080/", "example.org"),
-        ("https://[::1]:80/", "::1"),
-        ("ftp://example.org/a.png", ""),
-        ("file:///etc/passwd", ""),
-        ("//example.org/a.png", ""),
-        ("example.org", ""),
-        ("https://user:secret@example.org/", ""),
-        ("https://example.org@10.0.0.1/", ""),
-        ("https://example.org:99999/", ""),
-        ("https://example.org:x/", ""),
-        ("https:///a.png", ""),
-        ("http://[::1", ""),
-    ],
-)
-def test_the_host_of_an_address(address: str, host: str) -> None:
-    assert host_in(address) == host
 
 
 @pytest.mark.parametrize(

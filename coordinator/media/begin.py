@@ -7,9 +7,10 @@ from pathlib import Path
 
 from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.model.pipeline_file import PipelineFile
-from relayline.coordinator.model.projectors import check_projector
+from relayline.coordinator.model.projectors import check_projector, has_axes
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
+from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -22,7 +23,7 @@ async def encoder_of(serving: ServingSettings, file: PipelineFile, tokenizer: To
     if not serving.mmproj:
         return None
     path = Path(serving.mmproj)
-    found = check_projector(path, file)
+    found = check_projector(path, file, axes=has_axes(read_header(tokenizer.path)))
     if not tokenizer.has_text:
         raise UsageError("--mmproj: images and audio are parts of chats, and this model has no tokenizer")
     encoder = Encoder(path, tokenizer.path, file.media_width, serving.image_max_tokens or found.max_tokens)

@@ -23,11 +23,13 @@ from relayline.coordinator.media.audio_headers import check_samples, check_secon
 from relayline.coordinator.media.cleared_rows import clearing
 from relayline.coordinator.media.parts import Takes, is_audio_file
 from relayline.coordinator.media.segments import Grid, Segment, n_rows_in
+from relayline.coordinator.model.projectors import has_axes
 from relayline.coordinator.text.llama_errors import LlamaErrors, on_log
 from relayline.wire.common.bounds import AUDIO_UNPACKED_BYTES_MAX, IMAGE_PIXELS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
 from relayline.wire.common.memory import address_space_bytes
 from relayline.wire.common.usable_cores import computing_cores
+from relayline.wire.model_files.gguf_header import read_header
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # By the orientation in an image's EXIF. Pillow's `exif_transpose` writes the EXIF anew, too: it fails at odd values.
@@ -41,6 +43,8 @@ _TURNS: dict[Any, Image.Transpose] = {
     8: Image.Transpose.ROTATE_90,
 }
 _MARK = b"<__media__>"
+# Positions of such models have several axes (llama_model_rope_type), whatever the rest of their file says.
+_WITH_AXES = b"qwen2vl"
 _USUAL_MIN_TOKENS, _LEAST_TOKENS = 256, 8  # of images in llama.cpp: the largest least number, and the smallest
 NO_LIBRARY = (
     "--mmproj: this llama.cpp was built without its encoder of images and audio, libmtmd; run `make rebuild`, or "
@@ -66,9 +70,7 @@ class Projector:
         self._errors = LlamaErrors()
         self._mtmd.mtmd_helper_log_set(on_log, None)
         self.n_embd = n_embd
-        params = llama.llama_model_default_params()
-        params.vocab_only = True
-        self._model = llama.llama_model_load_from_file(bytes(vocabulary), params)
+        self._model = _vocabulary_of(vocabulary)
         if not self._model:
             raise self._errors.error(str(vocabulary))
         settings = self._mtmd.mtmd_context_params_default()
@@ -238,6 +240,24 @@ def pixels_of(data: bytes) -> npt.NDArray[np.uint8]:
         raise InvalidRequestError("it is no image that can be read") from None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise InvalidRequestError(f"the image cannot be read: {str(error)[:200]}") from None
+
+
+def _vocabulary_of(path: Path) -> Any:
+    """Return llama.cpp's model with the vocabulary of a file and nothing else; None where it cannot be loaded.
+
+    mtmd_context asks the model for the type of its rope, and for some architectures that depends on values that
+    llama_model_base::load_hparams does not read with a vocabulary alone. So a model whose file gives positions several
+    axes is loaded under an architecture that always has them. Vocabularies do not depend on these architectures.
+    """
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    overrides = (llama.llama_model_kv_override * 2)()  # the second, empty, ends the list
+    if has_axes(read_header(path)):
+        overrides[0].tag = llama.LLAMA_KV_OVERRIDE_TYPE_STR
+        overrides[0].key = b"general.architecture"
+        overrides[0].value.val_str = _WITH_AXES
+        params.kv_overrides = overrides
+    return llama.llama_model_load_from_file(bytes(path), params)
 
 
 @contextmanager

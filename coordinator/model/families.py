@@ -42,7 +42,12 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("deepseek32", "DeepSeek V3.2", indexers=rules.all_indexers, predicts=True),
         Family("glm-dsa", "GLM-5, GLM-5.2", indexers=rules.glm_dsa_indexers, predicts=True),
-        Family("glm4moe", "GLM-4.5, 4.6, 4.7", overrides=rules.multi_axis_overrides, refusal=rules.multi_axis_refusal),
+        Family(
+            "glm4moe",
+            "GLM-4.5, 4.5V, 4.6, 4.6V, 4.7",
+            overrides=rules.multi_axis_overrides,
+            refusal=rules.multi_axis_refusal,
+        ),
         Family("olmo", "OLMo"),
         Family("olmoe", "OLMoE", head_required=True),
         Family("falcon", "Falcon 7B to 180B"),
@@ -103,7 +108,7 @@ FAMILIES: dict[str, Family] = {
         Family("hunyuan-dense", "Hunyuan 0.5B to 7B"),
         Family("apertus", "Apertus 8B, 70B", head_required=True),
         # The file states for each layer whether it has a window.
-        Family("mimo2", "MiMo-V2-Flash", head_required=True, windows=windows_of(0)),
+        Family("mimo2", "MiMo-V2-Flash, MiMo-V2.5", head_required=True, windows=windows_of(0)),
         Family(
             "step35", "Step 3.5 Flash", head_required=True, windows=windows_of(0), rotates_by_layer=True, predicts=True
         ),
@@ -143,10 +148,10 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("qwen2vl", "Qwen2-VL, Qwen2.5-VL"),
         Family("hunyuan_vl", "HunyuanOCR", left_out="images"),
-        Family("paddleocr", "PaddleOCR-VL", left_out="images"),
+        Family("paddleocr", "PaddleOCR-VL"),
         Family(
             "glm4",
-            "GLM-4-9B, 32B (0414), GLM-Z1, GLM-OCR",
+            "GLM-4-9B, 32B (0414), GLM-Z1, GLM-4.1V, GLM-OCR",
             overrides=rules.multi_axis_overrides,
             refusal=rules.glm4_refusal,
             row_orders=rules.glm4_row_orders,

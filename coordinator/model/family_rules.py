@@ -98,10 +98,16 @@ def _n_rotated(facts: Metadata) -> int:
     return facts.integer("rope.dimension_count") or _head_width(facts)
 
 
-def _is_multi_axis(facts: Metadata) -> bool:
-    """As llama_hparams::use_mrope has it."""
-    sections = facts.values.get("rope.dimension_sections")
+ROPE_SECTIONS = "rope.dimension_sections"
+
+
+def is_multi_axis(sections: Value | None) -> bool:
+    """Whether a rope with these sections has several axes, as llama_hparams::use_mrope has it."""
     return isinstance(sections, tuple) and len(sections) > 1 and bool(sections[0] and sections[1])
+
+
+def _is_multi_axis(facts: Metadata) -> bool:
+    return is_multi_axis(facts.values.get(ROPE_SECTIONS))
 
 
 def multi_axis_overrides(facts: Metadata) -> Overrides:
@@ -113,7 +119,7 @@ def multi_axis_overrides(facts: Metadata) -> Overrides:
         return {}
     n_pairs = _n_rotated(facts) // 2
     third = -(-n_pairs // 3)
-    return {"rope.dimension_sections": (I32, (third, third, n_pairs - 2 * third, 0))}
+    return {ROPE_SECTIONS: (I32, (third, third, n_pairs - 2 * third, 0))}
 
 
 def multi_axis_refusal(facts: Metadata) -> str | None:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from relayline.coordinator.model.family_rules import ROPE_SECTIONS, is_multi_axis
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
@@ -30,6 +31,7 @@ class Kind(NamedTuple):
     axis: int = 1  # which of the tensor's sizes is the width of a row, as a GGUF header has them
     architectures: tuple[str, ...] = ARCHITECTURES  # of the models that it is served with
     max_tokens: int = 0  # of an image, unless a setting says otherwise; 0: as the projector says
+    needs_axes: bool = False  # llama.cpp aborts at its rows where the model's file says nothing of several axes
 
 
 # Of images, by clip.projector_type.
@@ -45,6 +47,16 @@ PROJECTORS = {
     "qwen2vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
     "qwen2.5vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
     "qwen3vl_merger": Kind("mm.2.weight", architectures=("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")),
+    "glm4v": Kind("mm.down.weight", architectures=("glm4moe", "glm4"), needs_axes=True),
+    "ling3vl": Kind("mm.2.weight", architectures=("bailingmoe3",)),
+    "paddleocr": Kind("mm.2.weight", architectures=("paddleocr",)),
+    # Rows have places like tokens:
+    "minimax_m3": Kind("mm.merger.fc2.weight", architectures=("minimax-m3",)),
+    "mimovl": Kind("mm.2.weight", architectures=("mimo2",)),  # MiMo-V2.5
+    "glm5v": Kind("mm.down.weight", architectures=("glm5-next",)),
+    "muse-glimmer": Kind("mm.2.weight", architectures=("muse-glimmer",)),
+    "dots_ocr": Kind("mm.2.weight", architectures=("qwen2",)),
+    "youtuvl": Kind("mm.2.weight", architectures=("deepseek2",)),
 }
 # Of audio. Where positions have several axes, its rows have the same one on each, as tokens have.
 AUDIO = {
@@ -57,13 +69,15 @@ AUDIO = {
 }
 # One name of both encoders of a file, as llama.cpp reads it: that of images, and that of audio.
 _PAIRS = {"qwen2.5o": ("qwen2.5vl_merger", "qwen2a")}  # Qwen2.5-Omni
-_OTHER_AXES = "no stage was tried with the places of its images"
 _NOT_TRIED = "no stage was tried with its images"
 _AUDIO_NOT_TRIED = "no stage was tried with its audio"
 _DEEPSTACK = "no stage was tried with layers that take features of its images (deepstack) where it wants them"
 REFUSED = {
     "granite4_vision": _DEEPSTACK,
-    "glm4v": _OTHER_AXES,
+    "deepseek4v": "its model chooses experts otherwise for rows of images, and stages take all rows for tokens'",
+    "hunyuanvl": "places of its images' rows depend on how many images come before, which stages are not told",
+    "exaone4_5": "llama.cpp gives its model's layers sliding windows only in a file of 64 layers",
+    "dots3note_v": "its model's architecture, dots3note, is not served",
     "gemma4uv": _NOT_TRIED,
     "gemma4a": _AUDIO_NOT_TRIED,
     "gemma4ua": _AUDIO_NOT_TRIED,
@@ -76,6 +90,8 @@ REFUSED = {
 }
 _DEEPSTACK_TENSOR = re.compile(r"v\.deepstack\.\d+\.fc1\.weight")  # a block whose features are for a layer of the model
 _OLD_SPLIT = ", or an earlier version split this one for text alone; then split it again"
+# llama_model_rope_type asks the file of these for its sections.
+_AXES_BY_FILE = ("glm4", "glm4moe", "bailingmoe3", "hunyuan_vl")
 _OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
 
 
@@ -104,11 +120,20 @@ class ProjectorFile(NamedTuple):
         return PROJECTORS[self.images].max_tokens if self.images else 0
 
 
-def check_projector(path: Path, pipeline: PipelineFile) -> ProjectorFile:
-    """Return what a projector encodes. Raises UsageError, which says why, for a file that is not served with the
-    pipeline; ModelFileError if it is not a GGUF file.
+def has_axes(header: GgufFile) -> bool:
+    """Whether the file of a model, or its tokenizer's, lets llama.cpp give its positions several axes.
+
+    Of other architectures all files do, or none.
     """
-    found = check_belongs(path, pipeline.architecture, pipeline.n_embd, pipeline.deepstack_layers)
+    architecture = header.value("general.architecture")
+    return architecture in _AXES_BY_FILE and is_multi_axis(header.value(f"{architecture}.{ROPE_SECTIONS}"))
+
+
+def check_projector(path: Path, pipeline: PipelineFile, *, axes: bool = True) -> ProjectorFile:
+    """Return what a projector encodes. Raises UsageError, which says why, for a file that is not served with the
+    pipeline; ModelFileError if it is not a GGUF file. `axes`: see `has_axes`.
+    """
+    found = check_belongs(path, pipeline.architecture, pipeline.n_embd, pipeline.deepstack_layers, axes=axes)
     if pipeline.stages[0].row_width not in (0, pipeline.media_width):
         text = (
             f"each layer of this model takes inputs of its own for each token, which rows of {found.what} do not have"
@@ -117,10 +142,12 @@ def check_projector(path: Path, pipeline: PipelineFile) -> ProjectorFile:
     return found
 
 
-def check_belongs(path: Path, architecture: str, n_embd: int, deepstack_layers: int) -> ProjectorFile:
+def check_belongs(
+    path: Path, architecture: str, n_embd: int, deepstack_layers: int, *, axes: bool = True
+) -> ProjectorFile:
     """Return what a projector encodes. Raises as `check_projector`, but for models with inputs of each layer.
 
-    `architecture`, `n_embd`, the values of a row, and `deepstack_layers` are the model's.
+    `architecture`, `n_embd`, the values of a row, and `deepstack_layers` are the model's, and so are its `axes`.
     """
     found = read_projector(path)
     for name, kind in found.kinds.items():
@@ -128,6 +155,9 @@ def check_belongs(path: Path, architecture: str, n_embd: int, deepstack_layers: 
             what = "images" if name == found.images else "audio"
             text = f"models of the architecture {architecture} are not served with {what} by a projector of the kind"
             raise UsageError(f"--mmproj {path}: {text} {name}; those of {', '.join(kind.architectures)} are")
+        if kind.needs_axes and not axes:
+            text = "this model's positions have one axis: it is one for text alone"
+            raise UsageError(f"--mmproj {path}: {text}, and projectors of the kind {name} need several axes")
     if found.width != n_embd:
         text = f"its rows have {found.width} values, but the model's have {n_embd}: it belongs to another model"
         raise UsageError(f"--mmproj {path}: {text}")

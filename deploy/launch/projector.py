@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.model.inspection import inspect_model
-from relayline.coordinator.model.projectors import check_belongs
+from relayline.coordinator.model.gguf_file import open_model
+from relayline.coordinator.model.inspection import facts_of
+from relayline.coordinator.model.projectors import check_belongs, has_axes
 from relayline.deploy.launch.prepare import find_model, override
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.model import AUTO_PROJECTOR
@@ -44,8 +45,11 @@ def check_images(manifest: Manifest, model: Path) -> None:
     """Raise UsageError for a projector of another model, before the model is split."""
     if not manifest.serving.mmproj:
         return
-    facts = inspect_model(model)
-    check_belongs(Path(manifest.serving.mmproj), facts.architecture, facts.n_embd, facts.sidebands.deepstack_layers)
+    opened = open_model(model)
+    facts = facts_of(opened)
+    width, n_layers = facts.n_embd, facts.sidebands.deepstack_layers
+    axes = has_axes(opened.files[0])
+    check_belongs(Path(manifest.serving.mmproj), facts.architecture, width, n_layers, axes=axes)
 
 
 def served_projector(serving: ServingSettings, given: Mapping[str, Any]) -> ServingSettings:

@@ -37,22 +37,32 @@ pytestmark = needs_library
 KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen2", (1, 2)),
          "gemma3": ("gemma3", (3,)), "gemma4v": ("gemma4", (4,)), "qwen2vl_merger": ("qwen2vl", (1,)),
          "qwen2.5vl_merger": ("qwen2vl", ()), "qwen3vl_merger": ("qwen35", (4,)),
-         "qwen3vl_merger:deepstack": ("qwen3vl", (3, 4)), "qwen3vl_merger:moe": ("qwen3vlmoe", (3,))}  # fmt: skip
+         "qwen3vl_merger:deepstack": ("qwen3vl", (3, 4)), "qwen3vl_merger:moe": ("qwen3vlmoe", (3,)),
+         "glm4v": ("glm4moe", (2,)), "glm4v:glm4": ("glm4:axes", (2,)), "glm5v": ("glm5-next", (4,)),
+         "ling3vl": ("bailingmoe3", (4,)), "minimax_m3": ("minimax-m3", (4,)), "mimovl": ("mimo2", (4,)),
+         "paddleocr": ("paddleocr", (2,)),
+         "dots_ocr": ("qwen2", (1,)), "muse-glimmer": ("muse-glimmer", (4,)),
+         "youtuvl": ("deepseek2", (2,))}  # fmt: skip
+AXES = {"rope.dimension_sections": [3, 3, 2, 0]}
+VALUES = {"glm4v": AXES, "ling3vl": AXES}  # of models
+# llama.cpp lets its layers choose what they attend to only where each lane has its own cells.
+LAYOUTS = {"minimax_m3": "per-lane"}
 
 
 MAX_TOKENS = {"gemma4v": 24}  # of an image; without it, small ones have 70
 NEAR_TIE = 1e-3  # of logits, over few tokens; another image moves some logit by 0.25 and more
 one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
 N_DEEPSTACK = 2  # layers of some models that take features of images
-# Rows of gemma3 see each other. Those of the others except mlp have positions in a grid. qwen35 has a recurrent state
-# too, and qwen3vl layers that take features of images.
+# Rows of gemma3 and gemma4v see each other. Those of the next three have positions in a grid. qwen35 has a recurrent
+# state too, and qwen3vl layers that take features of images. glm5v's model hands on several streams of each row.
 each_way = pytest.mark.parametrize(
     "model",
-    ["mlp", "gemma3", "gemma4v", "qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack"],
+    ["mlp", "gemma3", "gemma4v", "qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack", "glm5v"],
     indirect=True,
 )
+# Of the last, the model's file alone says that positions have several axes.
 in_grids = pytest.mark.parametrize(
-    "model", ["qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack"], indirect=True
+    "model", ["qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack", "glm4v"], indirect=True
 )
 
 
@@ -66,6 +76,7 @@ class Model:
     encoder: Encoder
     whole: WholeWithImages
     ctx_tokens: int = CTX
+    kv_layout: str = "auto"
 
 
 @pytest.fixture(scope="module", name="model")
@@ -73,7 +84,7 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     directory = tmp_path_factory.mktemp("model")
     family, cuts = KINDS[request.param]
     n_deepstack = N_DEEPSTACK if family.startswith("qwen3vl") else 0
-    values = {"n_deepstack_layers": n_deepstack} if n_deepstack else {}
+    values = {"n_deepstack_layers": n_deepstack} if n_deepstack else VALUES.get(request.param, {})
     whole = make_tiny(family, directory / "model.gguf", tokenizer=True, extra_values=values)
     kind = request.param.partition(":")[0]
     projector = make_projector(directory / "mmproj.gguf", kind, n_deepstack=n_deepstack)
@@ -86,7 +97,8 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     with WholeWithImages(whole, projector, CTX, max_tokens) as reference:
         try:
             encoder.start()
-            yield Model(file, paths, tokenizer, encoder, reference)
+            layout = LAYOUTS.get(request.param, "auto")
+            yield Model(file, paths, tokenizer, encoder, reference, kv_layout=layout)
         finally:
             encoder.close()
 
@@ -129,7 +141,7 @@ async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
     tokenizer = Tokenizer.load(model.tokenizer)
     template = ChatTemplate(CHAT_TEMPLATE)
     n_vocab = len(TOKENS)
-    settings = {"ctx_tokens": model.ctx_tokens, **settings}
+    settings = {"ctx_tokens": model.ctx_tokens, "kv_layout": model.kv_layout, **settings}
     async with fleet(model.paths, file=model.file, n_vocab=n_vocab, **settings) as running:
         served = ServedModel("tiny", 1, tokenizer, template, Borrowed(model.encoder))
         app = make_app(running.pipeline, served)

@@ -53,7 +53,7 @@ def make_tiny(
     for key, value in {**common, **recipe.values, **(extra_values or {})}.items():
         if not (key.endswith("_mla") and value == 0):
             name = key if key.startswith(("xielu.", "tokenizer.", "general.")) else f"{recipe.architecture}.{key}"
-            _add(writer, name, [value] * n_layers if key in recipe.per_layer else value)
+            add_value(writer, name, [value] * n_layers if key in recipe.per_layer else value)
     _add_tokenizer(writer) if tokenizer else writer.add_tokenizer_model("none")
     shapes: dict[str, Shape] = {"token_embd.weight": (vocab, N_EMBD), **recipe.tops}
     if not (recipe.always_tied or (tied and recipe.may_tie)):
@@ -73,7 +73,7 @@ def make_tiny(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Value | list[Value]) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Value | list[Value]) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

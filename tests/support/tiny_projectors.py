@@ -10,7 +10,9 @@ import gguf
 import numpy as np
 from PIL import Image
 
+from tests.support.tiny_models import add_value
 from tests.support.tiny_shapes import N_EMBD
+from tests.support.tiny_wide_projectors import OTHERS
 
 WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 2  # of the encoder
 PATCH, IMAGE = 7, 28
@@ -27,6 +29,8 @@ def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed:
     writer = gguf.GGUFWriter(None, "clip")
     writer.add_string("clip.projector_type", kind)
     add_images(writer, kind, n_embd)
+    if kind in OTHERS:
+        return write_projector(writer, path, OTHERS[kind].shapes(n_embd), seed)
     writer.add_array("clip.vision.is_deepstack_layers", [layer < n_deepstack for layer in range(N_LAYERS)])
     return write_projector(writer, path, {**image_shapes(kind, n_embd), **_deepstack(n_deepstack, n_embd)}, seed)
 
@@ -45,12 +49,13 @@ def _deepstack(n_layers: int, n_embd: int) -> dict[str, tuple[int, ...]]:
 def add_images(writer: gguf.GGUFWriter, kind: str, n_embd: int) -> None:
     """Say an encoder of images."""
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_bool("clip.use_gelu", True)
+    other = OTHERS.get(kind)
+    writer.add_bool(f"clip.use_{other.activation if other else 'gelu'}", True)
     numbers = {"embedding_length": WIDTH, "feed_forward_length": N_FF, "block_count": N_LAYERS,
                "projection_dim": n_embd, "attention.head_count": N_HEADS, "image_size": IMAGE,
                "patch_size": PATCH}  # fmt: skip
-    for key, value in numbers.items():
-        writer.add_uint32(f"clip.vision.{key}", value)
+    for key, value in {**numbers, **(other.numbers if other else {})}.items():
+        add_value(writer, f"clip.vision.{key}", value)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])

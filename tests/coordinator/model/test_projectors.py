@@ -9,10 +9,12 @@ import gguf
 import msgspec
 import pytest
 
-from relayline.coordinator.model.projectors import AUDIO, PROJECTORS, check_projector
+from relayline.coordinator.model.projectors import AUDIO, PROJECTORS, check_projector, has_axes
 from relayline.wire.common.errors import ModelFileError, RelaylineError, UsageError
+from relayline.wire.model_files.gguf_header import read_header
 from tests.support.fakes import pipeline_file
 from tests.support.tiny_audio import make_audio_projector
+from tests.support.tiny_models import make_tiny
 from tests.support.tiny_projectors import make_projector
 
 FILE = msgspec.structs.replace(pipeline_file(1), architecture="llama", n_embd=48)
@@ -55,7 +57,7 @@ def test_one_file_may_have_both_encoders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"projector_type": "glm4v"}, "no stage was tried with the places"),
+        ({"projector_type": "hunyuanvl"}, "depend on how many images come before"),
         ({"projector_type": "gemma4uv"}, "no stage was tried with its images"),
         ({"vision.projector_type": "granite4_vision"}, "deepstack"),
         ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, gemma4v, qwen2vl_merger"),
@@ -66,6 +68,25 @@ def test_one_file_may_have_both_encoders(tmp_path: Path) -> None:
 def test_others_are_refused_by_name(given: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=problem):
         check_projector(header(tmp_path / "mmproj.gguf", **given), FILE)
+
+
+@pytest.mark.parametrize("architecture", ["glm4", "glm4moe"])
+def test_models_for_text_alone_are_refused_where_their_kin_take_images(architecture: str, tmp_path: Path) -> None:
+    path = make_projector(tmp_path / "mmproj.gguf", "glm4v", n_embd=48)
+    file = msgspec.structs.replace(FILE, architecture=architecture)
+    with pytest.raises(UsageError, match="positions have one axis: it is one for text alone, and projectors of the"):
+        check_projector(path, file, axes=False)
+    assert check_projector(path, file, axes=True).images == "glm4v"
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "expected"),
+    [("glm4moe", {}, False), ("glm4moe", {"rope.dimension_sections": [3, 3, 2, 0]}, True),
+     ("glm4moe", {"rope.dimension_sections": [8, 0, 0, 0]}, False), ("qwen2", {}, False)],
+)  # fmt: skip
+def test_axes_are_what_the_file_says(family: str, values: Any, expected: bool, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path / "model.gguf", extra_values=values)
+    assert has_axes(read_header(path)) is expected
 
 
 def test_models_whose_layers_take_separate_inputs_are_refused(tmp_path: Path) -> None:

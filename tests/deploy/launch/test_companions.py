@@ -22,6 +22,7 @@ from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.model_files.adapters import read_adapter
 from relayline.wire.settings.table import ServingSettings
 from tests.support.tiny_models import make_tiny
+from tests.support.tiny_projectors import make_projector
 
 
 def manifest_with(model: Path, lora: str) -> Manifest:
@@ -44,6 +45,16 @@ def test_a_projector_that_is_named_by_a_flag_is_where_the_user_is(
     monkeypatch.setenv("HOME", "/home/me")
     manifest = override(smallest_manifest(tmp_path / "model.gguf"), {"coordinator.mmproj": named})
     assert with_companions(manifest, "").serving.mmproj == path.format(here=tmp_path)
+
+
+def test_a_projector_is_refused_before_the_split_for_a_model_without_axes(tmp_path: Path) -> None:
+    projector = make_projector(tmp_path / "mmproj.gguf", "glm4v")
+    text = make_tiny("glm4moe", tmp_path / "text.gguf")
+    seeing = make_tiny("glm4moe", tmp_path / "seeing.gguf", extra_values={"rope.dimension_sections": [3, 3, 2, 0]})
+    manifests = [override(smallest_manifest(each), {"coordinator.mmproj": str(projector)}) for each in (text, seeing)]
+    with pytest.raises(UsageError, match="positions have one axis"):
+        check_companions(manifests[0], text)
+    check_companions(manifests[1], seeing)
 
 
 def test_a_file_that_is_no_adapter_is_refused_before_anything_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from relayline.coordinator.media.encoder import Encoder
@@ -12,6 +13,8 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.settings.table import ServingSettings
+
+log = logging.getLogger("relayline.coordinator")
 
 
 async def encoder_of(serving: ServingSettings, file: PipelineFile, tokenizer: Tokenizer) -> Encoder | None:
@@ -24,6 +27,8 @@ async def encoder_of(serving: ServingSettings, file: PipelineFile, tokenizer: To
         return None
     path = Path(serving.mmproj)
     found = check_projector(path, file, axes=has_axes(read_header(tokenizer.path)))
+    if found.left_out:
+        log.warning("%s: its images are served, and its audio is not: %s", path, found.left_out)
     if not tokenizer.has_text:
         raise UsageError("--mmproj: images and audio are parts of chats, and this model has no tokenizer")
     encoder = Encoder(path, tokenizer.path, file.media_width, serving.image_max_tokens or found.max_tokens)

@@ -23,7 +23,7 @@ from relayline.coordinator.media.audio_headers import check_samples, check_secon
 from relayline.coordinator.media.cleared_rows import clearing
 from relayline.coordinator.media.parts import Takes, is_audio_file
 from relayline.coordinator.media.segments import Grid, Segment, n_rows_in
-from relayline.coordinator.model.projectors import has_axes
+from relayline.coordinator.model.projectors import has_axes, read_projector
 from relayline.coordinator.text.llama_errors import LlamaErrors, on_log
 from relayline.wire.common.bounds import AUDIO_UNPACKED_BYTES_MAX, IMAGE_PIXELS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
@@ -87,8 +87,10 @@ class Projector:
         self._context = self._mtmd.mtmd_init_from_file(bytes(path), self._model, settings)
         if not self._context:
             raise self._errors.error(f"--mmproj {path}: llama.cpp cannot load it")
+        served = read_projector(path)  # a file may have an encoder of audio that is left out
         self.takes = Takes(
-            bool(self._mtmd.mtmd_support_vision(self._context)), bool(self._mtmd.mtmd_support_audio(self._context))
+            bool(served.images and self._mtmd.mtmd_support_vision(self._context)),
+            bool(served.audio and self._mtmd.mtmd_support_audio(self._context)),
         )
         # Rows of one image see each other:
         self.are_mutual = self.takes.images and bool(self._mtmd.mtmd_decode_use_non_causal(self._context, None))

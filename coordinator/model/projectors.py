@@ -84,7 +84,7 @@ REFUSED = {
     "lfm2a": _AUDIO_NOT_TRIED,
     "granite_speech": _AUDIO_NOT_TRIED,
     "meralion": _AUDIO_NOT_TRIED,
-    "mimo_audio": _AUDIO_NOT_TRIED,
+    "mimo_audio": "llama.cpp encodes a whole sound at once, in memory that grows with the square of its length",
     "parakeet": _AUDIO_NOT_TRIED,
     "dots3note_a": _AUDIO_NOT_TRIED,
 }
@@ -99,9 +99,10 @@ class ProjectorFile(NamedTuple):
     """What a projector's file encodes."""
 
     images: str  # its kind, by PROJECTORS; empty: it has no encoder for images
-    audio: str  # its kind, by AUDIO; empty: it has no encoder for audio
+    audio: str  # its kind, by AUDIO; empty: it has no encoder for audio, or one that is left out
     width: int  # values of a row
     deepstack_layers: int = 0  # of the model that take features of an image, as wide as a row, behind each row
+    left_out: str = ""  # why its audio is, for a person; empty: it is not
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -175,13 +176,18 @@ def read_projector(path: Path) -> ProjectorFile:
     header = read_header(path)
     images, audio = _kinds(path, header)
     is_other = images == "mlp" and _width_of(header, Kind(_OTHER_MLP)) > 0
-    for kind, served in ((images, PROJECTORS), (audio, AUDIO)):
+    left_out = ""
+    for kind, served, may_miss in ((images, PROJECTORS, False), (audio, AUDIO, bool(images))):
         if kind and (kind not in served or is_other):
             why = REFUSED.get(kind, f"projectors of the kinds {', '.join(served)} are")
-            raise UsageError(f"--mmproj {path}: projectors of the kind {kind[:40]} are not served: {why}")
-    widths = [_width_of(header, kind) for kind in ProjectorFile(images, audio, 0).kinds.values()]
+            text = f"projectors of the kind {kind[:40]} are not served: {why}"
+            if not may_miss:
+                raise UsageError(f"--mmproj {path}: {text}")
+            left_out = text
     n_deepstack = sum(_DEEPSTACK_TENSOR.fullmatch(tensor.name) is not None for tensor in header.tensors)
-    return ProjectorFile(images, audio, widths[0] if len(set(widths)) == 1 else 0, n_deepstack)
+    found = ProjectorFile(images, "" if left_out else audio, 0, n_deepstack, left_out)
+    widths = [_width_of(header, kind) for kind in found.kinds.values()]
+    return found._replace(width=widths[0] if len(set(widths)) == 1 else 0)
 
 
 def _kinds(path: Path, header: GgufFile) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from tests.end_to_end.test_going_on import cut
 from tests.end_to_end.test_prefix_lanes import rows_of, until_kept
 from tests.support.fleet import CTX, Fleet, fleet
+from tests.support.tiny_audio import sound
 from tests.support.tiny_models import CHAT_TEMPLATE, TOKENS, make_tiny
 from tests.support.tiny_projectors import make_projector, picture
 from tests.support.whole_with_images import MARKER, WholeWithImages, needs_library
@@ -316,6 +317,16 @@ async def test_steps_too_small_for_an_image_that_is_one_step_are_refused_by_name
         assert "--max-rows 16" in refusal["error"]["message"]
         text = await client.answer("text is served", n_tokens=2)
     assert_as_whole(model, text, "text is served")
+
+
+@pytest.mark.parametrize("model", ["mimovl"], indirect=True)
+async def test_audio_is_refused_where_a_file_encodes_it_in_a_way_that_is_not_served(model: Model) -> None:
+    async with chats(model) as client:
+        body = {"messages": [{"role": "user", "content": content("hear", sound(1))}]}
+        refusal = await client.post("/v1/chat/completions", body, 400)
+        seen = await client.answer("look", picture(1))
+    assert "audio" in refusal["error"]["message"]
+    assert_as_whole(model, seen, "look", picture(1))
 
 
 @one_kind

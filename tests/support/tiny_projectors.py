@@ -27,10 +27,10 @@ def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed:
     `n_deepstack`: layers of the model for which it makes features.
     """
     writer = gguf.GGUFWriter(None, "clip")
+    if kind in OTHERS:
+        return _make_other(writer, path, kind, n_embd, seed)
     writer.add_string("clip.projector_type", kind)
     add_images(writer, kind, n_embd)
-    if kind in OTHERS:
-        return write_projector(writer, path, OTHERS[kind].shapes(n_embd), seed)
     writer.add_array("clip.vision.is_deepstack_layers", [layer < n_deepstack for layer in range(N_LAYERS)])
     return write_projector(writer, path, {**image_shapes(kind, n_embd), **_deepstack(n_deepstack, n_embd)}, seed)
 
@@ -44,6 +44,18 @@ def _deepstack(n_layers: int, n_embd: int) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{block}.fc1.weight": (4 * WIDTH, 4 * WIDTH), f"{block}.fc1.bias": (4 * WIDTH,)}
         shapes |= {f"{block}.fc2.weight": (n_embd, 4 * WIDTH), f"{block}.fc2.bias": (n_embd,)}
     return shapes
+
+
+def _make_other(writer: gguf.GGUFWriter, path: Path, kind: str, n_embd: int, seed: int) -> Path:
+    other = OTHERS[kind]
+    writer.add_string(f"clip.{'vision.' if other.audio else ''}projector_type", kind)
+    add_images(writer, kind, n_embd)
+    if other.audio:
+        writer.add_string("clip.audio.projector_type", other.audio)
+        writer.add_bool("clip.has_audio_encoder", True)
+        for key, value in other.audio_values.items():
+            add_value(writer, f"clip.audio.{key}", value)
+    return write_projector(writer, path, other.shapes(n_embd), seed)
 
 
 def add_images(writer: gguf.GGUFWriter, kind: str, n_embd: int) -> None:

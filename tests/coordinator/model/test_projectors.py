@@ -54,6 +54,13 @@ def test_one_file_may_have_both_encoders(tmp_path: Path) -> None:
         check_projector(header(tmp_path / "other.gguf", vision=False, audio=True, projector_type="gemma4a"), FILE)
 
 
+def test_images_of_a_file_are_served_where_its_audio_is_not(tmp_path: Path) -> None:
+    file = msgspec.structs.replace(FILE, architecture="mimo2")
+    found = check_projector(make_projector(tmp_path / "mmproj.gguf", "mimovl", n_embd=48), file)
+    assert (found.images, found.audio, found.what, found.width) == ("mimovl", "", "images", 48)
+    assert found.left_out.startswith("projectors of the kind mimo_audio are not served: llama.cpp encodes a whole")
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

@@ -201,12 +201,17 @@ class JoinConfig:
         """Whether the join port lists its services for tools. One setting for it and for all stages."""
         return any(stage.engine.reflection for stage in self.stages)
 
-    def with_one_layout(self) -> JoinConfig:
-        """Return the same with one layout of KV cells for all stages, where each might choose another."""
+    def with_one_layout(self, architecture: str) -> JoinConfig:
+        """Return the same with one layout of KV cells for all stages, where each might choose another.
+
+        `architecture`: of the model.
+        """
         gpu_layers = [place.engine.gpu_layers for place in self.stages]
 
         def settled(engine: EngineSettings) -> EngineSettings:
-            layout = choose_pipeline_layout(engine.kv_layout, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers)
+            layout = choose_pipeline_layout(
+                engine.kv_layout, architecture, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers
+            )
             return dataclasses.replace(engine, kv_layout=layout)
 
         stages = tuple(dataclasses.replace(place, engine=settled(place.engine)) for place in self.stages)

@@ -83,9 +83,9 @@ class WholeModel:
         lay_out(
             params,
             settings,
+            self._model,
             flash_attn="auto",
             spare_lanes=0,
-            n_heads=llama.llama_model_n_head(self._model),
             window=0,  # the reference keeps all cells
         )
         if params.kv_unified:  # stages have a spare lane

@@ -193,7 +193,7 @@ def served_join(given: dict[str, Any], split: ServedSplit, adapters: tuple[Adapt
     Raises as `coordinator_join`.
     """
     join = coordinator_join(given, split.n_stages, adapters, split.known, split.open_unread)
-    return for_each_stage(join, given["manifest"], given_settings(given))
+    return for_each_stage(join, given["manifest"], split.architecture, given_settings(given))
 
 
 def fixed_stages(given: dict[str, Any]) -> tuple[str, ...]:

@@ -62,7 +62,10 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     manifest, plan_file = given["manifest"], given["plan_file"]
     if manifest is None or plan_file is None or given["join_listen"] is None or None not in manifest.fixed_cuts():
         return
-    config = for_each_stage(coordinator_join(given, len(manifest.stages)), manifest, given_settings(given))
+    assert manifest.model_path is not None
+    architecture = inspect_model(manifest.model_path).architecture
+    join = coordinator_join(given, len(manifest.stages))
+    config = for_each_stage(join, manifest, architecture, given_settings(given))
     assert config is not None
     security = security_from(given, Role.COORDINATOR)
     neighbours = Neighbours(

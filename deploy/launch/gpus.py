@@ -43,7 +43,7 @@ def with_usual_gpu(manifest: Manifest, flags: StageFlags, gpus: Callable[[], Seq
         return flags
     draft = draft_memory(manifest.serving, gpus)
     draft_bytes = 0 if draft is None or draft.gpu is None else draft.gpu.total_bytes
-    return offloaded(flags, found, shape_of(facts), load_of(manifest), draft_bytes)
+    return offloaded(flags, found, shape_of(facts), load_of(manifest, facts.architecture), draft_bytes)
 
 
 def offloaded(

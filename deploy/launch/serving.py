@@ -64,9 +64,9 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
 
 
 def for_each_stage(
-    join: JoinConfig | None, manifest: Manifest | None, given: Mapping[str, Any] | None = None
+    join: JoinConfig | None, manifest: Manifest | None, architecture: str, given: Mapping[str, Any] | None = None
 ) -> JoinConfig | None:
-    """Return the join configuration, with the manifest's settings of each single stage.
+    """Return the join configuration, with the manifest's settings of each single stage. `architecture`: of the model.
 
     `join` has the stages in the same order, with the values of `given` in their engine settings: these are settings by
     flag, by name, and they win over the manifest. Settings that must be equal but could differ by stage are settled.
@@ -76,7 +76,7 @@ def for_each_stage(
     if join is None:
         return None
     if manifest is None:
-        return join.with_one_layout()
+        return join.with_one_layout(architecture)
     by_flag = given or {}
     telemetry, stages = manifest.telemetry, {stage.name: stage for stage in manifest.members}
     if missing := stages.keys() - {place.name for place in join.stages}:
@@ -105,7 +105,7 @@ def for_each_stage(
         )
     ports = {stage.name: manifest.listen_port(stage) for stage in manifest.members if stage.relay}
     relay = dataclasses.replace(join.relay, advertise=manifest.spec.coordinator.host, ports=ports)
-    return dataclasses.replace(join, stages=tuple(places), relay=relay).with_one_layout()
+    return dataclasses.replace(join, stages=tuple(places), relay=relay).with_one_layout(architecture)
 
 
 def check_named(directory: Path | None, manifest: Manifest | None) -> None:
@@ -133,6 +133,7 @@ class ServedSplit:
     """The split that `serve` serves, and its changes while it does."""
 
     directory: Path
+    architecture: str
     n_stages: int
     """Of the split given at the start, from which layers may have moved since."""
     known: PoolState | None
@@ -165,10 +166,11 @@ def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
         open_model(model)  # else only the first move of layers would find it to be none
     kept = given["keep_layers"]
     directory, known = kept_split(kept, base, model, names)
-    n_stages = len(load_pipeline(base, stages_here=False).stages)
+    pipeline = load_pipeline(base, stages_here=False)
     return ServedSplit(
         directory=directory,
-        n_stages=n_stages,
+        architecture=pipeline.architecture,
+        n_stages=len(pipeline.stages),
         known=known,
         cut_model=cutter(model),
         read_shape=shape_reader(model, given["lora"]),

@@ -49,15 +49,20 @@ LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # the cost of a hop on one ma
 NOBODY: Mapping[str, KnownHost] = MappingProxyType({})
 
 
-def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
-    """Return the load that the manifest's pipeline must hold; n_streams as in planner.instance.Load."""
+def load_of(manifest: Manifest, architecture: str, n_streams: int = 0) -> Load:
+    """Return the load that the manifest's pipeline must hold; n_streams as in planner.instance.Load.
+
+    `architecture`: of the model.
+    """
     engine = manifest.engine
     gpu_layers = [stage.gpu_layers_used for stage in manifest.stages]
     return Load(
         ctx_tokens=engine.ctx_tokens,
         n_lanes=engine.n_lanes,
         kv_type=engine.kv_type,
-        kv_layout=choose_pipeline_layout(engine.kv_layout, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers),
+        kv_layout=choose_pipeline_layout(
+            engine.kv_layout, architecture, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers
+        ),
         window_cells=engine.window_cells,
         wire_dtype=manifest.serving.wire,
         max_rows=engine.max_rows,
@@ -133,12 +138,15 @@ def instance_of(
     links = _links(manifest, known, "localhost" if is_coordinator_here else manifest.spec.coordinator.host)
     hosts = [dataclasses.replace(host, link=link) for host, link in zip(hosts, links[1:], strict=True)]
     coordinator = machines.get("localhost") if is_coordinator_here else None
-    return Instance(shape_of(facts), tuple(hosts), load_of(manifest, n_streams), links[0], coordinator)
+    return Instance(
+        shape_of(facts), tuple(hosts), load_of(manifest, facts.architecture, n_streams), links[0], coordinator
+    )
 
 
 def memory_of(manifest: Manifest, facts: ModelFacts, cuts: Sequence[int]) -> list[StageMemory]:
     """Return the memory of each stage of a manifest, cut so."""
-    shape, load, offloads = shape_of(facts), load_of(manifest), offloads_beside_draft(manifest, facts)
+    shape, load = shape_of(facts), load_of(manifest, facts.architecture)
+    offloads = offloads_beside_draft(manifest, facts)
     edges = ranges(facts.n_layers, cuts)
     return [stage_memory(shape, load, *edge, offload) for edge, offload in zip(edges, offloads, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
 
@@ -9,7 +10,14 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
-from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES, count_cells, has_scores, keeps_window, window_cells
+from relayline.wire.common.kv_layout import (
+    CHOOSING_ARCHITECTURES,
+    CHUNKED_ARCHITECTURES,
+    count_cells,
+    has_scores,
+    keeps_window,
+    window_cells,
+)
 from relayline.wire.settings import table
 from relayline.wire.settings.table import EngineSettings
 
@@ -19,6 +27,7 @@ FLASH_ATTN: dict[str, int] = {
     "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
+ARCHITECTURE_BYTES = 64  # of an architecture's name, at the most
 TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
 
 
@@ -33,13 +42,14 @@ class Attention:
 
 
 def lay_out(
-    params: Any, settings: EngineSettings, *, flash_attn: str, spare_lanes: int, n_heads: int, window: int
+    params: Any, settings: EngineSettings, model: Any, *, flash_attn: str, spare_lanes: int, window: int
 ) -> None:
     """Set in llama_context_params all that concerns the KV cache; `n_ubatch` and `n_seq_max` must be set before.
 
     The settings are resolved. Flash attention "auto" leaves the choice to llama.cpp where wire.common.kv_layout does
     not know better. window: of the layers that may keep a window's cells alone; 0: none may.
     """
+    n_heads = llama.llama_model_n_head(model)
     n_lanes, ctx_tokens, layout = settings.n_lanes, settings.ctx_tokens, settings.kv_layout
     params.n_ctx = count_cells(layout, n_lanes, spare_lanes, ctx_tokens, params.n_ubatch)
     params.type_k = params.type_v = KV_TYPES[settings.kv_type]
@@ -55,7 +65,14 @@ def lay_out(
         layout, kv_type=settings.kv_type, gpu_layers=settings.gpu_layers, score_bytes=score_bytes,
         reads_own_cells=ggml.attends_own_cells(n_rows=1, n_heads=n_heads, n_kv_heads=n_heads),
     )  # fmt: skip
+    scored = scored and _architecture_of(model) not in CHOOSING_ARCHITECTURES
     params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]
+
+
+def _architecture_of(model: Any) -> str:
+    found = ctypes.create_string_buffer(ARCHITECTURE_BYTES)
+    llama.llama_model_meta_val_str(model, b"general.architecture", found, len(found))
+    return found.value.decode(errors="replace")
 
 
 def window_of(architecture: str, window: int) -> int:

@@ -188,9 +188,9 @@ class NativeEngine:
         lay_out(
             params,
             settings,
+            self._model,
             flash_attn=config.flash_attn,
             spare_lanes=config.spare_lanes,
-            n_heads=llama.llama_model_n_head(self._model),
             window=0 if self.rewinds.are_recurrent else window_of(self.artifact.architecture, window),
         )
         self.attention = Attention(

@@ -46,8 +46,6 @@ KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen
          "youtuvl": ("deepseek2", (2,))}  # fmt: skip
 AXES = {"rope.dimension_sections": [3, 3, 2, 0]}
 VALUES = {"glm4v": AXES, "ling3vl": AXES}  # of models
-# llama.cpp lets its layers choose what they attend to only where each lane has its own cells.
-LAYOUTS = {"minimax_m3": "per-lane"}
 
 
 MAX_TOKENS = {"gemma4v": 24}  # of an image; without it, small ones have 70
@@ -77,7 +75,6 @@ class Model:
     encoder: Encoder
     whole: WholeWithImages
     ctx_tokens: int = CTX
-    kv_layout: str = "auto"
 
 
 @pytest.fixture(scope="module", name="model")
@@ -98,8 +95,7 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     with WholeWithImages(whole, projector, CTX, max_tokens) as reference:
         try:
             encoder.start()
-            layout = LAYOUTS.get(request.param, "auto")
-            yield Model(file, paths, tokenizer, encoder, reference, kv_layout=layout)
+            yield Model(file, paths, tokenizer, encoder, reference)
         finally:
             encoder.close()
 
@@ -142,7 +138,7 @@ async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
     tokenizer = Tokenizer.load(model.tokenizer)
     template = ChatTemplate(CHAT_TEMPLATE)
     n_vocab = len(TOKENS)
-    settings = {"ctx_tokens": model.ctx_tokens, "kv_layout": model.kv_layout, **settings}
+    settings = {"ctx_tokens": model.ctx_tokens, **settings}
     async with fleet(model.paths, file=model.file, n_vocab=n_vocab, **settings) as running:
         served = ServedModel("tiny", 1, tokenizer, template, Borrowed(model.encoder))
         app = make_app(running.pipeline, served)

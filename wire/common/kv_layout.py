@@ -32,6 +32,9 @@ UNIFIED_ARCHITECTURES = frozenset({"kimi-linear"})
 # For these, llama.cpp gives each lane its own cells whatever the setting, each lane with as many as all lanes together
 # would share.
 PER_LANE_ARCHITECTURES = frozenset({"deepseek4"})
+# Of these, layers choose what they attend to only where lanes have separate cells, and with flash attention. Elsewhere
+# llama.cpp lets them attend to everything (llama_model_minimax_m3::graph), which gives other answers.
+CHOOSING_ARCHITECTURES = frozenset({"minimax-m3"})
 WINDOW_CELLS = ("auto", "window", "all")  # the possible settings
 # Of these, windows are chunks: a row reads those before it in its chunk. So their first cell says little about what a
 # lane can be taken back to, and stages keep all.
@@ -51,28 +54,29 @@ def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
 
 
 def asked_layout(asked: str, architecture: str) -> str:
-    """Return the layout to ask for with a model of this architecture: where only one works, "auto" means that one."""
+    """Return the layout to ask for with a model of this architecture: where only one will do, "auto" means that one."""
     if asked != "auto":
         return asked
-    return "unified" if architecture in UNIFIED_ARCHITECTURES else _per_lane(architecture) or asked
-
-
-def _per_lane(architecture: str) -> str:
-    return "per-lane" if architecture in PER_LANE_ARCHITECTURES else ""
+    if architecture in UNIFIED_ARCHITECTURES:
+        return "unified"
+    return "per-lane" if architecture in PER_LANE_ARCHITECTURES | CHOOSING_ARCHITECTURES else asked
 
 
 def layout_refusal(layout: str, architecture: str) -> str | None:
     """Return why a model of this architecture does not run with a layout, or None."""
     if layout == "per-lane" and architecture in UNIFIED_ARCHITECTURES:
         return f"{architecture} runs with shared KV cells only; use --kv-layout unified"
-    if layout == "unified" and _per_lane(architecture):
+    if layout == "unified" and architecture in PER_LANE_ARCHITECTURES:
         return f"{architecture} gives each lane its own cells; use --kv-layout per-lane"
     return None
 
 
-def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:
-    """Return the one layout of stages with these layers on a GPU: as for a CPU if any of them has none there."""
-    return choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))
+def choose_pipeline_layout(asked: str, architecture: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:
+    """Return the one layout of stages with these layers on a GPU: as for a CPU if any of them has none there.
+
+    `architecture`: of the model; empty if nobody knows it yet.
+    """
+    return choose_layout(asked_layout(asked, architecture), ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))
 
 
 def count_cells(kv_layout: str, n_lanes: int, spare_lanes: int, ctx_tokens: int, n_rows: int) -> int:

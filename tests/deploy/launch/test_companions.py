@@ -82,8 +82,8 @@ def test_a_plan_counts_the_bytes_of_all_adapters(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model.gguf")
     one = make_adapter(model, tmp_path / "one.gguf", changes=("blk.1.attn_q.weight",))
     sizes = read_adapter(one).layer_bytes(2)
-    assert load_of(manifest_with(model, f"{one},x={one}")).adapter_bytes == (0, 2 * sizes[1])
-    assert load_of(smallest_manifest(model)).adapter_bytes == ()
+    assert load_of(manifest_with(model, f"{one},x={one}"), "llama").adapter_bytes == (0, 2 * sizes[1])
+    assert load_of(smallest_manifest(model), "llama").adapter_bytes == ()
 
 
 @pytest.mark.parametrize("taken", ["the-model", "alias"])

@@ -97,7 +97,8 @@ def test_a_coordinator_that_is_started_again_serves_with_a_disk_that_became_read
 def test_serve_says_once_what_is_wrong_with_each_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    split, configs = SimpleNamespace(directory=tmp_path, n_stages=2, known=None, open_unread=None), []
+    facts = {"architecture": "llama", "n_stages": 2, "known": None, "open_unread": None}
+    split, configs = SimpleNamespace(directory=tmp_path, **facts), []
     for name in ("cut_model", "read_shape", "on_moved"):
         setattr(split, name, None)
     monkeypatch.setattr(kept_places, "try_writing", failing(errno.ENOSPC))

@@ -292,7 +292,7 @@ def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
     assert defaults["token_file"] == tmp_path / "secret"
     assert "insecure" not in defaults
     join = JoinConfig(tuple(JoiningStage(stage.name) for stage in manifest.stages))
-    stages = for_each_stage(join, manifest)
+    stages = for_each_stage(join, manifest, "llama")
     assert stages is not None
     assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0]
     assert [place.engine.gpu_layers for place in stages.stages] == [0, 0, -1]
@@ -300,7 +300,7 @@ def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
     assert [place.telemetry.metrics_port for place in stages.stages] == [0, 9_464, 9_464]
     assert {place.telemetry.level for place in stages.stages} == {"batches"}
     with pytest.raises(UsageError, match="--names leaves out box1, box2, here of the manifest"):
-        for_each_stage(JoinConfig((JoiningStage("one"),)), manifest)
+        for_each_stage(JoinConfig((JoiningStage("one"),)), manifest, "llama")
 
 
 def test_a_flag_of_serve_wins_over_the_settings_of_single_stages(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_flag_of_serve_wins_over_the_settings_of_single_stages(tmp_path: Path)
     arguments = ["--manifest", str(tmp_path / "pipeline.yaml"), "--gpu-layers", "5", "--trace-level", "off"]
     with serve_command.make_context("serve", arguments) as context:
         join = coordinator_join(context.params, 3)
-        stages = for_each_stage(join, manifest, given_settings(context.params))
+        stages = for_each_stage(join, manifest, "llama", given_settings(context.params))
     assert stages is not None
     assert [place.engine.gpu_layers for place in stages.stages] == [5, 5, 5], "in place of 0, 0 and -1"
     assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0], "not given by a flag"

@@ -69,7 +69,7 @@ def test_without_a_gpu_and_with_listed_stages_nothing_changes() -> None:
 
 def test_as_many_layers_as_fit_go_to_a_small_gpu(caplog: pytest.LogCaptureFixture) -> None:
     """From one layer's bytes too little to one byte over: the last layers go first, the head with all of them."""
-    model, load = shape_of(inspect_model(MODEL)), load_of(smallest_manifest(MODEL))
+    model, load = shape_of(inspect_model(MODEL)), load_of(smallest_manifest(MODEL), "llama")
     n_layers = model.n_layers
     whole = stage_memory(model, load, 0, n_layers, Offload(PlannedGpu("CUDA0"))).gpu
     assert whole is not None
@@ -94,7 +94,7 @@ def test_as_many_layers_as_fit_go_to_a_small_gpu(caplog: pytest.LogCaptureFixtur
 
 
 def test_memory_that_the_driver_keeps_is_not_planned_with() -> None:
-    model, load = shape_of(inspect_model(MODEL)), load_of(smallest_manifest(MODEL))
+    model, load = shape_of(inspect_model(MODEL)), load_of(smallest_manifest(MODEL), "llama")
     assert layers_that_fit([Gpu("CUDA0", "tiny", 512 * MIB)], model, load) == 0
 
 

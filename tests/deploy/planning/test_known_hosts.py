@@ -137,7 +137,9 @@ def test_a_busy_host_counts_by_its_cores_relative_to_the_others(
 
 def test_a_host_without_room_is_said_to_be_full() -> None:
     facts = inspect_model(DEMO_MODEL)
-    half = stage_memory(shape_of(facts), load_of(manifest()), facts.n_layers // 2, facts.n_layers).total_bytes
+    half = stage_memory(
+        shape_of(facts), load_of(manifest(), facts.architecture), facts.n_layers // 2, facts.n_layers
+    ).total_bytes
     reports = [report("laptop", 4.0), report("server", 1.0, memory=int(half / (1 - HEADROOM)) + 1)]
     remember_hosts(manifest(), DEMO_MODEL, reports)
     known = known_hosts(manifest(), DEMO_MODEL)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.deploy.certify.run import CertifyConfig
 from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.planning.inputs import load_of
@@ -41,7 +42,7 @@ def test_by_default_a_stage_a_plan_and_a_certificate_mean_the_same() -> None:
         "m.yaml",
     )
     stage, certified = StageConfig(Path("s")).engine, CertifyConfig(Path("m")).stage_engine
-    layouts = {load_of(manifest).kv_layout, stage.layout_used, certified.kv_layout}
+    layouts = {load_of(manifest, "llama").kv_layout, stage.layout_used, certified.kv_layout}
     assert layouts == {"per-lane"}
 
 
@@ -53,7 +54,9 @@ spec:
   model: {path: m.gguf}
   stages: [{name: a, device: gpu}, {name: b, device: %s}]
 """
-    layouts = [load_of(parse_manifest((text % device).encode(), "m.yaml")).kv_layout for device in ("gpu", "cpu")]
+    layouts = [
+        load_of(parse_manifest((text % device).encode(), "m.yaml"), "llama").kv_layout for device in ("gpu", "cpu")
+    ]
     assert layouts == ["unified", "per-lane"]
 
 
@@ -81,8 +84,32 @@ def test_scores_are_computed_where_they_fit_and_flash_attention_is_slow(
 
 @pytest.mark.parametrize(
     ("architecture", "asked", "expected"),
-    [("kimi-linear", "auto", "unified"), ("kimi-linear", "per-lane", "per-lane"), ("qwen35", "auto", "auto")],
-)
+    [("kimi-linear", "auto", "unified"), ("kimi-linear", "per-lane", "per-lane"), ("qwen35", "auto", "auto"),
+     ("deepseek4", "auto", "per-lane"), ("minimax-m3", "auto", "per-lane"), ("minimax-m3", "unified", "unified")],
+)  # fmt: skip
 def test_auto_means_the_only_possible_layout(architecture: str, asked: str, expected: str) -> None:
     """An explicit request for another one is refused where the model is loaded."""
     assert EngineSettings(kv_layout=asked).of_architecture(architecture).kv_layout == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [("kimi-linear", "unified"), ("deepseek4", "per-lane"), ("minimax-m3", "per-lane")],
+)
+@pytest.mark.parametrize(("ctx_tokens", "gpu_layers"), [(256, 0), (8_192, 0), (8_192, -1)])
+def test_stages_that_join_and_plans_have_the_layout_that_the_model_needs(
+    architecture: str, expected: str, ctx_tokens: int, gpu_layers: int
+) -> None:
+    engine = EngineSettings(ctx_tokens=ctx_tokens, gpu_layers=gpu_layers)
+    join = JoinConfig((JoiningStage("a", engine), JoiningStage("b", engine))).with_one_layout(architecture)
+    assert {place.engine.kv_layout for place in join.stages} == {expected}
+    text = """apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: m}
+spec:
+  model: {path: m.gguf}
+  context: {tokens: %d}
+  stages: [{name: a, device: %s}]
+"""
+    manifest = parse_manifest((text % (ctx_tokens, "gpu" if gpu_layers else "cpu")).encode(), "m.yaml")
+    assert load_of(manifest, architecture).kv_layout == expected

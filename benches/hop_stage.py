@@ -132,6 +132,9 @@ class NoEmbeddings:
     def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         """Leave `out` as it is."""
 
+    def take(self, rows: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """Leave `out` as it is."""
+
 
 class Recorder:
     """Stamps the points of a stage process by wrapping the functions that a step passes. One step at a time.

@@ -41,12 +41,12 @@ def checked(data: bytes) -> bytes:
     return data
 
 
-def check_seconds(n_frames: int, rate: int) -> None:
+def check_seconds(n_frames: int, rate: int, max_seconds: int = AUDIO_SECONDS_MAX, min_frames: int = 2) -> None:
     """Raise InvalidRequestError for audio that is empty or too long."""
-    if n_frames < 2:  # of one, libmtmd makes nothing
+    if n_frames < min_frames:
         raise InvalidRequestError("there is no sound in the audio file")
-    if n_frames > AUDIO_SECONDS_MAX * rate:
-        text = f"audio of {n_frames // rate} seconds; at most {AUDIO_SECONDS_MAX} are taken"
+    if n_frames > max_seconds * rate:
+        text = f"audio of {n_frames // rate} seconds; at most {max_seconds} are taken"
         raise InvalidRequestError(text)
 
 

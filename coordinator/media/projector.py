@@ -23,7 +23,7 @@ from relayline.coordinator.media.audio_headers import check_samples, check_secon
 from relayline.coordinator.media.cleared_rows import clearing
 from relayline.coordinator.media.parts import Takes, is_audio_file
 from relayline.coordinator.media.segments import Grid, Segment, n_rows_in
-from relayline.coordinator.model.projectors import has_axes, read_projector
+from relayline.coordinator.model.projectors import AUDIO, has_axes, read_projector
 from relayline.coordinator.text.llama_errors import LlamaErrors, on_log
 from relayline.wire.common.bounds import AUDIO_UNPACKED_BYTES_MAX, IMAGE_PIXELS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
@@ -93,7 +93,9 @@ class Projector:
             bool(served.audio and self._mtmd.mtmd_support_audio(self._context)),
         )
         # Rows of one image see each other:
-        self.are_mutual = self.takes.images and bool(self._mtmd.mtmd_decode_use_non_causal(self._context, None))
+        are_mutual = self.takes.images and bool(self._mtmd.mtmd_decode_use_non_causal(self._context, None))
+        self.are_mutual = are_mutual and not served.are_causal
+        self._sounds = AUDIO.get(served.audio)
         self._has_axes = bool(self._mtmd.mtmd_decode_use_mrope(self._context))
         self._try(path)
 
@@ -153,7 +155,9 @@ class Projector:
             raise InvalidRequestError(f"the audio cannot be read: {self._errors.reason()}")
         try:
             n_samples = mtmd.mtmd_bitmap_get_nx(made.bitmap)
-            check_seconds(n_samples, mtmd.mtmd_get_audio_sample_rate(self._context))
+            assert self._sounds is not None
+            rate, max_seconds = mtmd.mtmd_get_audio_sample_rate(self._context), self._sounds.max_seconds
+            check_seconds(n_samples, rate, max_seconds, self._sounds.min_samples)
             samples = ctypes.cast(mtmd.mtmd_bitmap_get_data(made.bitmap), ctypes.POINTER(ctypes.c_float))
             check_samples(np.ctypeslib.as_array(samples, (n_samples,)))
         except InvalidRequestError:

@@ -120,7 +120,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma4",
             "Gemma 4 E2B, E4B, 26B-A4B, 31B",
-            left_out="images of E2B and E4B",
             scales_tokens=True,
             layer_inputs=rules.layer_inputs,
             sharing_layers=rules.sharing_layers,

@@ -3,7 +3,7 @@
 A stage reads a row of these like a looked-up token: at its own position or, for images where a model's positions have
 several axes, at its place in the image's grid. It sees the rows before it alone or, where llama.cpp says so of the
 projector, all rows of its image. So only projectors whose rows llama.cpp treats in this way are served, with models
-whose rows depend on nothing else.
+whose layers need no token besides, or take the padding's values (coordinator/model/sidebands.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from relayline.coordinator.model.family_rules import ROPE_SECTIONS, is_multi_axis
 from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.wire.common.bounds import AUDIO_SECONDS_MAX
 from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.settings.setting import entry_of
@@ -23,6 +24,9 @@ ARCHITECTURES = (
     "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "stablelm", "smollm3", "internlm2",
 )  # fmt: skip
 
+_NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+_ONE_STEP = entry_of(EngineSettings, "max_rows").default
+
 
 class Kind(NamedTuple):
     """A kind of projector that is served."""
@@ -30,8 +34,11 @@ class Kind(NamedTuple):
     tensor: str  # that makes its rows
     axis: int = 1  # which of the tensor's sizes is the width of a row, as a GGUF header has them
     architectures: tuple[str, ...] = ARCHITECTURES  # of the models that it is served with
-    max_tokens: int = 0  # of an image, unless a setting says otherwise; 0: as the projector says
+    max_tokens: int = 0  # of an image that is one step, unless a setting says otherwise; 0: as the projector says
     needs_axes: bool = False  # llama.cpp aborts at its rows where the model's file says nothing of several axes
+    causal_widths: tuple[int, ...] = ()  # of rows of models in which those of an image do not see each other
+    max_seconds: int = AUDIO_SECONDS_MAX  # of a sound; less where it is encoded in one piece, in much memory
+    min_samples: int = 2  # of a sound, at the encoder's rate; of fewer, libmtmd makes nothing, or ends the process
 
 
 # Of images, by clip.projector_type.
@@ -41,8 +48,10 @@ PROJECTORS = {
     "idefics3": Kind("mm.model.fc.weight"),  # SmolVLM
     "internvl": Kind("mm.model.mlp.3.weight"),
     "gemma3": Kind("mm.input_projection.weight", 0, ("gemma3",)),  # rows of one image see each other
-    # They do in layers with a window alone, as a stage's llama.cpp knows of the model.
-    "gemma4v": Kind("mm.input_projection.weight", 1, ("gemma4",), entry_of(EngineSettings, "max_rows").default),
+    # They do in layers with a window alone, as a stage's llama.cpp knows of the model, and not in E2B and E4B.
+    "gemma4v": Kind("mm.input_projection.weight", 1, ("gemma4",), _ONE_STEP, causal_widths=(1_536, 2_560)),
+    "gemma4uv": Kind("mm.input_projection.weight", 1, ("gemma4",), _ONE_STEP),  # Gemma 4 Unified
+    "nemotron_v2_vl": Kind("mm.model.mlp.3.weight", architectures=_NEMOTRON),
     # Rows have places in a grid:
     "qwen2vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
     "qwen2.5vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
@@ -65,11 +74,18 @@ AUDIO = {
     "musicflamingo": Kind("mm.a.mlp.2.weight"),
     "glma": Kind("mm.a.mlp.2.weight"),  # GLM-ASR
     "qwen2a": Kind("mm.a.fc.weight", architectures=(*ARCHITECTURES, "qwen2vl")),  # Qwen2-Audio
+    "gemma4a": Kind("mm.a.input_projection.weight", architectures=("gemma4",)),  # Gemma 4 E2B, E4B
+    "gemma4ua": Kind("mm.a.input_projection.weight", architectures=("gemma4",)),  # Gemma 4 Unified
+    # LFM2-Audio; at 327 seconds llama.cpp ends the process.
+    "lfm2a": Kind("mm.a.mlp.3.weight", architectures=("lfm2",), max_seconds=180, min_samples=320),
+    "parakeet": Kind("mm.a.mlp.2.weight", architectures=_NEMOTRON, max_seconds=180, min_samples=480),
+    "mimo_audio": Kind("mm.a.mlp.2.weight", architectures=("mimo2",), max_seconds=60),  # MiMo-V2.5
+    "granite_speech": Kind("a.proj_linear.weight", architectures=("granite",), min_samples=160),
+    "meralion": Kind("mm.a.mlp.3.weight", architectures=("gemma2",)),  # MERaLiON 2
     "qwen3a": Kind("mm.a.mlp.2.weight", architectures=("qwen3vl", "qwen3vlmoe", "qwen3", "qwen2vl")),  # Qwen3-ASR
 }
 # One name of both encoders of a file, as llama.cpp reads it: that of images, and that of audio.
 _PAIRS = {"qwen2.5o": ("qwen2.5vl_merger", "qwen2a")}  # Qwen2.5-Omni
-_NOT_TRIED = "no stage was tried with its images"
 _AUDIO_NOT_TRIED = "no stage was tried with its audio"
 _DEEPSTACK = "no stage was tried with layers that take features of its images (deepstack) where it wants them"
 REFUSED = {
@@ -78,14 +94,6 @@ REFUSED = {
     "hunyuanvl": "places of its images' rows depend on how many images come before, which stages are not told",
     "exaone4_5": "llama.cpp gives its model's layers sliding windows only in a file of 64 layers",
     "dots3note_v": "its model's architecture, dots3note, is not served",
-    "gemma4uv": _NOT_TRIED,
-    "gemma4a": _AUDIO_NOT_TRIED,
-    "gemma4ua": _AUDIO_NOT_TRIED,
-    "lfm2a": _AUDIO_NOT_TRIED,
-    "granite_speech": _AUDIO_NOT_TRIED,
-    "meralion": _AUDIO_NOT_TRIED,
-    "mimo_audio": "llama.cpp encodes a whole sound at once, in memory that grows with the square of its length",
-    "parakeet": _AUDIO_NOT_TRIED,
     "dots3note_a": _AUDIO_NOT_TRIED,
 }
 _DEEPSTACK_TENSOR = re.compile(r"v\.deepstack\.\d+\.fc1\.weight")  # a block whose features are for a layer of the model
@@ -118,7 +126,15 @@ class ProjectorFile(NamedTuple):
     @property
     def max_tokens(self) -> int:
         """Most tokens of an image, unless a setting says otherwise; 0: as the projector says."""
-        return PROJECTORS[self.images].max_tokens if self.images else 0
+        return PROJECTORS[self.images].max_tokens if self.images and not self.are_causal else 0
+
+    @property
+    def are_causal(self) -> bool:
+        """Whether rows of an image do not see each other, though those of its kind do in other models.
+
+        mtmd_decode_use_non_causal says so by the model's width, which a vocabulary alone does not have.
+        """
+        return bool(self.images) and self.width in PROJECTORS[self.images].causal_widths
 
 
 def has_axes(header: GgufFile) -> bool:
@@ -134,19 +150,13 @@ def check_projector(path: Path, pipeline: PipelineFile, *, axes: bool = True) ->
     """Return what a projector encodes. Raises UsageError, which says why, for a file that is not served with the
     pipeline; ModelFileError if it is not a GGUF file. `axes`: see `has_axes`.
     """
-    found = check_belongs(path, pipeline.architecture, pipeline.n_embd, pipeline.deepstack_layers, axes=axes)
-    if pipeline.stages[0].row_width not in (0, pipeline.media_width):
-        text = (
-            f"each layer of this model takes inputs of its own for each token, which rows of {found.what} do not have"
-        )
-        raise UsageError(f"--mmproj {path}: {text}")
-    return found
+    return check_belongs(path, pipeline.architecture, pipeline.n_embd, pipeline.deepstack_layers, axes=axes)
 
 
 def check_belongs(
     path: Path, architecture: str, n_embd: int, deepstack_layers: int, *, axes: bool = True
 ) -> ProjectorFile:
-    """Return what a projector encodes. Raises as `check_projector`, but for models with inputs of each layer.
+    """Return what a projector encodes. Raises as `check_projector`.
 
     `architecture`, `n_embd`, the values of a row, and `deepstack_layers` are the model's, and so are its `axes`.
     """

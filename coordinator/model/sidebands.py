@@ -2,8 +2,9 @@
 artifact. Pure.
 
 Two families use token ids after the embedding. Layers of gemma4's E2B and E4B take separate inputs: stage 0 makes them
-for all layers, and they travel with the row; each stage takes its part. The first layers of deepseek4 look their
-experts up by token id: these layers are on stage 0, and nothing travels.
+for all layers, and they travel with the row; each stage takes its part. Those of a row of an image or of audio are made
+of it and the padding token. The first layers of deepseek4 look their experts up by token id: these layers are on
+stage 0, and nothing travels.
 
 The first layers of qwen3vl and qwen3vlmoe add features of an image to their rows (deepstack). The encoder makes them
 with the image's rows, and they are zeros for a token. These layers and one more are on stage 0, and nothing travels.

@@ -28,6 +28,7 @@ from relayline.wire.settings.table import EngineSettings
 
 POSITIONS = "position_embd.weight"
 _SCALES_TOKENS = ("gemma3", "gemma4")  # graphs that scale looked-up rows, and leave rows of images as they are
+_SCALES_BOTH = ("granite",)  # graphs that scale both, as llm_graph_context::build_inp_embd does
 # Of relayline.version; a split gives each slice the least one that runs it right.
 ARTIFACT_VERSIONS = (1, 2, 3, 4, 5, 6)
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
@@ -124,10 +125,15 @@ class StageArtifact:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether rows of images may enter in place of token ids: nothing but the token's own row depends on it."""
-        if self.embedding is None or self.width_in != self.media_width:
+        """Whether rows of images or audio may enter in place of token ids: no layer needs the ids themselves."""
+        if self.embedding is None or self.hashed is not None:
             return False
-        return self.embedding.scale == 1.0 or self.architecture in _SCALES_TOKENS
+        return self.embedding.scale == 1.0 or self.architecture in _SCALES_TOKENS or self.scales_media
+
+    @property
+    def scales_media(self) -> bool:
+        """Whether rows of images and audio are scaled as looked-up ones are."""
+        return self.architecture in _SCALES_BOTH
 
     @property
     def media_width(self) -> int:

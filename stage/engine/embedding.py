@@ -2,7 +2,7 @@
 
 llama.cpp's token path looks rows up with the same routine, so the result is equal to its result bit for bit. The table
 is memory-mapped: a token's row is paged in when it is first asked for. Sidebands of a row come from further tables
-(stage/engine/layer_inputs.py), or are looked up in the same way.
+(stage/engine/layer_inputs.py), or are looked up in the same way. Rows of images and audio get theirs here as well.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from relayline.stage.engine.artifact import HashedExperts, StageArtifact
 from relayline.stage.engine.layer_inputs import LayerInputTable
 from relayline.stage.engine.table_rows import TableRows
 from relayline.wire.common.errors import ArtifactError, InternalError, ProtocolError
+
+_PADDING = 0  # the token whose values for each layer rows of images and audio take
 
 
 class EmbeddingTable:
@@ -38,6 +40,7 @@ class EmbeddingTable:
         )
         self.n_rows, self.n_embd, self.width = section.rows, artifact.n_embd, artifact.width_in
         self._scale = np.float32(section.scale)
+        self._media_scale = self._scale if artifact.scales_media else np.float32(1)
         self._n_features = artifact.media_width - artifact.n_embd
         self._inputs = LayerInputTable(artifact, section.rows, n_threads) if artifact.layer_inputs is not None else None
         self._experts: list[TableRows] = []
@@ -85,3 +88,20 @@ class EmbeddingTable:
         for experts in self._experts:
             experts.read(given, out[:, column : column + experts.n_columns])
             column += experts.n_columns
+
+    def take(self, rows: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """Write rows of images or audio into `out` (f32 [n, width], C-contiguous), as the first layer gets them, with
+        what layers take besides.
+
+        llama_model_gemma4::graph gives such rows the values of the padding token. Raises ProtocolError, with `out`
+        untouched, if they have another width, or belong to a model whose layers need the tokens.
+        """
+        n_rows, n_values = rows.shape
+        n_inputs = self._inputs.n_values if self._inputs is not None else 0
+        if n_values + n_inputs != self.width:
+            raise ProtocolError(f"rows of {n_values} values came, and this stage takes {self.width - n_inputs}")
+        if out.shape != (n_rows, self.width):
+            raise InternalError(f"out must be f32 [{n_rows}, {self.width}]")
+        np.multiply(rows, self._media_scale, out=out[:, :n_values])
+        if self._inputs is not None:
+            self._inputs.compute([_PADDING] * n_rows, rows, out[:, n_values:])

@@ -90,7 +90,8 @@ class LayerInputTable:
     def compute(self, tokens: list[int], embeddings: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         """Write the inputs of all layers for each token: f32 [n, n_layers x width], whose rows may lie apart.
 
-        embeddings: f32 [n, n_embd], scaled as the first layer gets them. Raises NativeError.
+        embeddings: f32 [n, n_embd], as the first layer gets them, and not always those of the tokens. Raises
+        NativeError.
         """
         for start in range(0, len(tokens), ROWS_AT_ONCE):
             end = min(len(tokens), start + ROWS_AT_ONCE)

@@ -337,6 +337,8 @@ class StepExecutor:
         out = self.engine.input_rows[first.row : first.row + end - begin]
         if self._embeddings is not None and rows.dtype == _TOKENS:
             self._embeddings.lookup(rows[:, 0], out)
+        elif self._embeddings is not None:
+            self._embeddings.take(rows, out)
         elif rows.shape[1] != out.shape[1]:
             raise ProtocolError(f"rows of {rows.shape[1]} values came, and this stage takes {out.shape[1]}")
         elif rows.dtype == _HALF:

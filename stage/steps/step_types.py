@@ -105,9 +105,10 @@ class Saver(Protocol):
 
 
 class Embeddings(Protocol):
-    """Token ids to hidden rows; only stage 0 has them."""
+    """Token ids, or rows of images and audio, to hidden rows; only stage 0 has them."""
 
     def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None: ...  # noqa: D102
+    def take(self, rows: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None: ...  # noqa: D102
 
 
 @dataclasses.dataclass(slots=True)

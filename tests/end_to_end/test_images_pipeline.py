@@ -29,14 +29,16 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from tests.end_to_end.test_going_on import cut
 from tests.end_to_end.test_prefix_lanes import rows_of, until_kept
 from tests.support.fleet import CTX, Fleet, fleet
-from tests.support.tiny_audio import sound
+from tests.support.tiny_gemma_media import WIDE
 from tests.support.tiny_models import CHAT_TEMPLATE, TOKENS, make_tiny
 from tests.support.tiny_projectors import make_projector, picture
 from tests.support.whole_with_images import MARKER, WholeWithImages, needs_library
 
 pytestmark = needs_library
 KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen2", (1, 2)),
-         "gemma3": ("gemma3", (3,)), "gemma4v": ("gemma4", (4,)), "qwen2vl_merger": ("qwen2vl", (1,)),
+         "gemma3": ("gemma3", (3,)), "gemma4v": ("gemma4", (4,)), "gemma4v:e2b": ("gemma4:e2b", (2, 4, 6)),
+         "gemma4v:wide": ("gemma4:wide", (3, 5)), "gemma4uv": ("gemma4", (4,)), "qwen2vl_merger": ("qwen2vl", (1,)),
+         "nemotron_v2_vl": ("nemotron_h", (5,)),
          "qwen2.5vl_merger": ("qwen2vl", ()), "qwen3vl_merger": ("qwen35", (4,)),
          "qwen3vl_merger:deepstack": ("qwen3vl", (3, 4)), "qwen3vl_merger:moe": ("qwen3vlmoe", (3,)),
          "glm4v": ("glm4moe", (2,)), "glm4v:glm4": ("glm4:axes", (2,)), "glm5v": ("glm5-next", (4,)),
@@ -48,15 +50,26 @@ AXES = {"rope.dimension_sections": [3, 3, 2, 0]}
 VALUES = {"glm4v": AXES, "ling3vl": AXES}  # of models
 
 
-MAX_TOKENS = {"gemma4v": 24}  # of an image; without it, small ones have 70
+MAX_TOKENS = {"gemma4v": 24, "gemma4uv": 24}  # of an image; without it, small ones have 70
+MUTUAL = ("gemma3", "gemma4v", "gemma4uv")  # whose rows see each other
 NEAR_TIE = 1e-3  # of logits, over few tokens; another image moves some logit by 0.25 and more
 one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
 N_DEEPSTACK = 2  # layers of some models that take features of images
-# Rows of gemma3 and gemma4v see each other. Those of the next three have positions in a grid. qwen35 has a recurrent
-# state too, and qwen3vl layers that take features of images. glm5v's model hands on several streams of each row.
+# Rows of gemma3 see each other, and so do those of gemma4v. Those of E2B, the wide one, do not, and its layers take
+# inputs besides rows. Those of the next three have positions in a grid. qwen35 has a recurrent state too, and qwen3vl
+# layers that take features of images. glm5v's model hands on several streams of each row.
 each_way = pytest.mark.parametrize(
     "model",
-    ["mlp", "gemma3", "gemma4v", "qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack", "glm5v"],
+    [
+        "mlp",
+        "gemma3",
+        "gemma4v",
+        "gemma4v:wide",
+        "qwen2vl_merger",
+        "qwen3vl_merger",
+        "qwen3vl_merger:deepstack",
+        "glm5v",
+    ],
     indirect=True,
 )
 # Of the last, the model's file alone says that positions have several axes.
@@ -85,16 +98,17 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     values = {"n_deepstack_layers": n_deepstack} if n_deepstack else VALUES.get(request.param, {})
     whole = make_tiny(family, directory / "model.gguf", tokenizer=True, extra_values=values)
     kind = request.param.partition(":")[0]
-    projector = make_projector(directory / "mmproj.gguf", kind, n_deepstack=n_deepstack)
     file = split_model(whole, directory / "out", cuts=cuts)
+    projector = make_projector(directory / "mmproj.gguf", kind, n_embd=file.n_embd, n_deepstack=n_deepstack)
     paths = [directory / "out" / stage.file for stage in file.stages]
     tokenizer = directory / "out" / file.tokenizer.file
     assert check_projector(projector, file).images == kind
-    max_tokens = MAX_TOKENS.get(request.param, 0)
+    max_tokens = MAX_TOKENS.get(kind, 0)
     encoder = Encoder(projector, tokenizer, file.media_width, max_tokens)
     with WholeWithImages(whole, projector, CTX, max_tokens) as reference:
         try:
             encoder.start()
+            assert encoder.are_mutual == (kind in MUTUAL and file.n_embd != WIDE)
             yield Model(file, paths, tokenizer, encoder, reference)
         finally:
             encoder.close()
@@ -313,16 +327,6 @@ async def test_steps_too_small_for_an_image_that_is_one_step_are_refused_by_name
         assert "--max-rows 16" in refusal["error"]["message"]
         text = await client.answer("text is served", n_tokens=2)
     assert_as_whole(model, text, "text is served")
-
-
-@pytest.mark.parametrize("model", ["mimovl"], indirect=True)
-async def test_audio_is_refused_where_a_file_encodes_it_in_a_way_that_is_not_served(model: Model) -> None:
-    async with chats(model) as client:
-        body = {"messages": [{"role": "user", "content": content("hear", sound(1))}]}
-        refusal = await client.post("/v1/chat/completions", body, 400)
-        seen = await client.answer("look", picture(1))
-    assert "audio" in refusal["error"]["message"]
-    assert_as_whole(model, seen, "look", picture(1))
 
 
 @one_kind

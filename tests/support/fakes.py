@@ -149,6 +149,9 @@ class FakeEmbeddings:
     def lookup(self, tokens: np.ndarray, out: np.ndarray) -> None:
         out[:] = tokens[:, None]
 
+    def take(self, rows: np.ndarray, out: np.ndarray) -> None:
+        out[:] = rows
+
 
 class BlockedDecode:
     """Holds a fake engine inside `decode` until `release`; `entered` is set once it is there."""

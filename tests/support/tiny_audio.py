@@ -9,7 +9,18 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.support.tiny_projectors import N_FF, N_HEADS, N_LAYERS, WIDTH, add_images, image_shapes, write_projector
+from tests.support import tiny_gemma_media
+from tests.support.tiny_conformers import CONFORMERS
+from tests.support.tiny_projectors import (
+    N_FF,
+    N_HEADS,
+    N_LAYERS,
+    WIDTH,
+    add_images,
+    add_numbers,
+    image_shapes,
+    write_projector,
+)
 from tests.support.tiny_shapes import N_EMBD
 
 N_MEL = 16
@@ -19,25 +30,33 @@ N_PLACES = 1_500  # of whisper's encoder, for up to 30 seconds
 # Of a file of up to 30 seconds, and of up to one second:
 N_AUDIO_ROWS = {"ultravox": 25, "voxtral": 12, "glma": 27, "qwen2a": 750, "musicflamingo": 750, "qwen2.5o": 750}
 N_SECOND_ROWS = {"qwen3a": 13}
-_STACKED = ("ultravox", "voxtral", "glma")
+_STACKED = ("ultravox", "voxtral", "glma", "meralion")
 
 
 def make_audio_projector(path: Path, kind: str = "ultravox", *, n_embd: int = N_EMBD, seed: int = 1) -> Path:
-    """Write a projector of a kind, and return its path. Its rows have `n_embd` values; qwen2.5o takes images too."""
+    """Write a projector of a kind, and return its path. Its rows have `n_embd` values; qwen2.5o takes images too.
+
+    Of a kind such as "gemma4v+gemma4a", the first part is the encoder of images.
+    """
     writer = gguf.GGUFWriter(None, "clip")
-    writer.add_string("clip.projector_type", kind)
+    images, _, kind = kind.rpartition("+")
+    writer.add_string("clip.audio.projector_type" if images else "clip.projector_type", kind)
     writer.add_bool("clip.has_audio_encoder", True)
+    other = tiny_gemma_media.AUDIO.get(kind) or CONFORMERS.get(kind)
     numbers = {"embedding_length": WIDTH, "feed_forward_length": N_FF, "block_count": N_LAYERS,
                "projection_dim": n_embd, "attention.head_count": N_HEADS, "num_mel_bins": N_MEL}  # fmt: skip
-    for key, value in numbers.items():
-        writer.add_uint32(f"clip.audio.{key}", value)
+    add_numbers(writer, "audio", {**numbers, **(other.numbers if other else {})})
     if kind in _STACKED:
         writer.add_uint32("clip.audio.projector.stack_factor", STACK)
     writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
-    shapes = _shapes("qwen2a" if kind == "qwen2.5o" else kind, n_embd)
-    if kind == "qwen2.5o":
-        add_images(writer, "qwen2.5vl_merger", n_embd)
-        shapes |= image_shapes("qwen2.5vl_merger", n_embd)
+    shapes = other.shapes(n_embd) if other else _shapes("qwen2a" if kind == "qwen2.5o" else kind, n_embd)
+    if images:
+        writer.add_string("clip.vision.projector_type", images)
+    elif kind == "qwen2.5o":
+        images = "qwen2.5vl_merger"
+    if images:
+        add_images(writer, images, n_embd)
+        shapes |= image_shapes(images, n_embd)
     return write_projector(writer, path, shapes, seed)
 
 
@@ -65,11 +84,17 @@ def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
 
 
 def _projection(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]]
     n_in = WIDTH * STACK if kind in _STACKED else WIDTH
     if kind == "qwen2a":
         return {"mm.a.fc.weight": (n_embd, n_in), "mm.a.fc.bias": (n_embd,)}
+    if kind == "meralion":
+        shapes = {"mm.a.norm_pre.weight": (n_in,), "mm.a.norm_pre.bias": (n_in,)}
+        for number, (n_out, width) in enumerate(((N_FF, n_in), (N_FF, N_FF), (N_FF, N_FF), (n_embd, N_FF))):
+            shapes |= {f"mm.a.mlp.{number}.weight": (n_out, width), f"mm.a.mlp.{number}.bias": (n_out,)}
+        return shapes
     n_first = 2 * N_FF if kind == "ultravox" else N_FF  # half of it opens the other half
-    shapes: dict[str, tuple[int, ...]] = {"mm.a.mlp.1.weight": (n_first, n_in), "mm.a.mlp.2.weight": (n_embd, N_FF)}
+    shapes = {"mm.a.mlp.1.weight": (n_first, n_in), "mm.a.mlp.2.weight": (n_embd, N_FF)}
     if kind in ("glma", "musicflamingo", "qwen3a"):
         shapes |= {"mm.a.mlp.1.bias": (n_first,), "mm.a.mlp.2.bias": (n_embd,)}
     if kind == "ultravox":

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 
 from tests.support.tiny_families import RECIPES
+from tests.support.tiny_gemma_media import WIDE_E2B
 from tests.support.tiny_predictions import PREDICTING
 from tests.support.tiny_shapes import CTX, N_EMBD, N_EXPERTS, N_FF, N_HEADS, N_KV_HEADS, VOCABULARY, Shape, Value
 
@@ -36,7 +37,7 @@ def make_tiny(
     `quant` is the type of every matrix (f32, f16, q8_0, q4_0, mxfp4); vectors stay f32. With `tokenizer` the vocabulary
     is a byte-level one with text (`vocab` is then ignored: see TOKENS); without, it is nameless.
     """
-    recipe = RECIPES.get(family) or PREDICTING[family]
+    recipe = WIDE_E2B if family == "gemma4:wide" else RECIPES.get(family) or PREDICTING[family]
     n_layers = n_layers or recipe.n_layers
     vocab = len(TOKENS) if tokenizer else vocab
     writer = gguf.GGUFWriter(None, recipe.architecture)

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import io
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from PIL import Image
 
+from tests.support import tiny_conformers, tiny_gemma_media
 from tests.support.tiny_models import add_value
 from tests.support.tiny_shapes import N_EMBD
-from tests.support.tiny_wide_projectors import OTHERS
+from tests.support.tiny_wide_projectors import OTHERS, Other
 
 WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 2  # of the encoder
 PATCH, IMAGE = 7, 28
 # Of one square image; pixtral ends lines by a row.
 N_ROWS = {"mlp": 16, "pixtral": 20, "idefics3": 4, "internvl": 4, "gemma3": 16}
 _GRIDS = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")  # whose rows have places on several axes
+
+_OTHERS: dict[str, Other | tiny_gemma_media.GemmaEncoder | tiny_conformers.Conformer] = {
+    **OTHERS,
+    **tiny_gemma_media.IMAGES,
+    **tiny_conformers.IMAGES,
+}
+_POSITIVE = ("mel_filters", "window", "_var")  # else logarithms and roots of them would be no numbers
 
 
 def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed: int = 1, n_deepstack: int = 0) -> Path:
@@ -27,8 +37,6 @@ def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed:
     `n_deepstack`: layers of the model for which it makes features.
     """
     writer = gguf.GGUFWriter(None, "clip")
-    if kind in OTHERS:
-        return _make_other(writer, path, kind, n_embd, seed)
     writer.add_string("clip.projector_type", kind)
     add_images(writer, kind, n_embd)
     writer.add_array("clip.vision.is_deepstack_layers", [layer < n_deepstack for layer in range(N_LAYERS)])
@@ -46,28 +54,15 @@ def _deepstack(n_layers: int, n_embd: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _make_other(writer: gguf.GGUFWriter, path: Path, kind: str, n_embd: int, seed: int) -> Path:
-    other = OTHERS[kind]
-    writer.add_string(f"clip.{'vision.' if other.audio else ''}projector_type", kind)
-    add_images(writer, kind, n_embd)
-    if other.audio:
-        writer.add_string("clip.audio.projector_type", other.audio)
-        writer.add_bool("clip.has_audio_encoder", True)
-        for key, value in other.audio_values.items():
-            add_value(writer, f"clip.audio.{key}", value)
-    return write_projector(writer, path, other.shapes(n_embd), seed)
-
-
 def add_images(writer: gguf.GGUFWriter, kind: str, n_embd: int) -> None:
     """Say an encoder of images."""
     writer.add_bool("clip.has_vision_encoder", True)
-    other = OTHERS.get(kind)
-    writer.add_bool(f"clip.use_{other.activation if other else 'gelu'}", True)
+    writer.add_bool(f"clip.use_{OTHERS[kind].activation if kind in OTHERS else 'gelu'}", True)
     numbers = {"embedding_length": WIDTH, "feed_forward_length": N_FF, "block_count": N_LAYERS,
                "projection_dim": n_embd, "attention.head_count": N_HEADS, "image_size": IMAGE,
                "patch_size": PATCH}  # fmt: skip
-    for key, value in {**numbers, **(other.numbers if other else {})}.items():
-        add_value(writer, f"clip.vision.{key}", value)
+    other = _OTHERS.get(kind)
+    add_numbers(writer, "vision", {**numbers, **(other.numbers if other else {})})
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
@@ -83,6 +78,12 @@ def add_images(writer: gguf.GGUFWriter, kind: str, n_embd: int) -> None:
         writer.add_uint32("clip.vision.n_wa_pattern", 2)
 
 
+def add_numbers(writer: gguf.GGUFWriter, encoder: str, numbers: Mapping[str, Any]) -> None:
+    """Say numbers of an encoder, vision or audio."""
+    for key, value in numbers.items():
+        add_value(writer, f"clip.{encoder}.{key}", value)
+
+
 def write_projector(writer: gguf.GGUFWriter, path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> Path:
     """Write random tensors, and return the path."""
     for name, shape in shapes.items():
@@ -90,8 +91,10 @@ def write_projector(writer: gguf.GGUFWriter, path: Path, shapes: dict[str, tuple
         is_norm = ("ln" in name.split(".")[-2] or "norm" in name) and name.endswith("weight")
         scale = 1.0 if len(shape) == 1 else 1.0 / np.sqrt(np.prod(shape[1:]))
         values = 1 + 0.1 * values if is_norm else (values * scale).astype(np.float32)
+        values = np.abs(values) if name.endswith(_POSITIVE) else values
         # ggml's convolutions over time take such kernels alone.
-        writer.add_tensor(name, values.astype(np.float16) if "conv1d" in name and len(shape) == 3 else values)
+        is_kernel = "conv1d" in name and len(shape) == 3 and name.endswith("weight")
+        writer.add_tensor(name, values.astype(np.float16) if is_kernel else values)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
@@ -102,6 +105,8 @@ def write_projector(writer: gguf.GGUFWriter, path: Path, shapes: dict[str, tuple
 
 def image_shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of an encoder of images."""
+    if kind in _OTHERS:
+        return _OTHERS[kind].shapes(n_embd)
     n_patches = (IMAGE // PATCH) ** 2
     shapes: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH)}
     if kind in _GRIDS:

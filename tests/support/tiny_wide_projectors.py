@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from tests.support.tiny_shapes import N_EMBD, Shape, Value
+from tests.support.tiny_shapes import Shape, Value
 
 WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 3  # of the encoder
 PATCH, IMAGE = 7, 28
 HEAD = WIDTH // N_HEADS
 _N_PATCHES = (IMAGE // PATCH) ** 2
 _MERGED = 4 * WIDTH  # values of four patches, which become one row
-_N_MEL, _N_CODES = 16, 8  # of an encoder of audio: bands, and its codes in each of two books
-_MIMO_AUDIO: dict[str, Value] = {
-    "embedding_length": WIDTH, "feed_forward_length": N_FF, "block_count": N_LAYERS, "attention.head_count": N_HEADS,
-    "attention.layer_norm_epsilon": 1e-5, "num_mel_bins": _N_MEL, "rvq.num_quantizers": 2,
-    "rvq.codebook_size": [_N_CODES] * 2, "wa_pattern_mode": [0, -1, 0], "window_size": 4, "local_block_count": 1,
-    "local_group_size": 4,
-}  # fmt: skip
 _PIXELS: dict[str, Value] = {"image_min_pixels": 4 * 14 * 14, "image_max_pixels": 1_024 * 14 * 14}  # of 4 to 1,024 rows
 
 
@@ -28,8 +21,6 @@ class Other(NamedTuple):
     shapes: Callable[[int], dict[str, Shape]]  # width of rows -> tensors
     values: Mapping[str, Value] = {}  # without the prefix; replace the common ones
     activation: str = "gelu"
-    audio: str = ""  # kind of the encoder of audio in the same file
-    audio_values: Mapping[str, Value] = {}  # without the prefix
 
     @property
     def numbers(self) -> dict[str, Value]:
@@ -111,25 +102,7 @@ def _minimax_m3(n_embd: int) -> dict[str, Shape]:
 
 def _mimovl(n_embd: int) -> dict[str, Shape]:
     shapes = _patches() | _blocks(fused=True, gate=True, n_kv=1, sinks=True) | _norm("v.post_ln")
-    return shapes | _merger(0, 2, n_embd, bias=False) | _mimo_audio(n_embd)
-
-
-def _mimo_audio(n_embd: int) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {"a.conv1d.1.weight": (WIDTH, _N_MEL, 3), "a.conv1d.2.weight": (WIDTH, WIDTH, 3)}
-    shapes |= {f"a.conv1d.{number}.bias": (WIDTH, 1) for number in (1, 2)}
-    shapes |= {name.replace("v.", "a.", 1): shape for name, shape in _blocks().items()} | _norm("a.post_ln")
-    shapes |= {"a.downsample.conv.weight": (WIDTH, WIDTH, 2)} | _norm("a.downsample.norm")
-    shapes |= {"a.rvq.codebook.weight": (2, _N_CODES, WIDTH), "mm.a.code_embd.weight": (2, _N_CODES, WIDTH)}
-    block = "mm.a.local_blk.0"
-    for part in "qkv":
-        shapes |= _matrix(f"{block}.attn_{part}", WIDTH, WIDTH)
-    shapes |= _matrix(f"{block}.attn_out", WIDTH, WIDTH, bias=False)
-    shapes |= _matrix(f"{block}.ffn_gate", N_FF, WIDTH, bias=False) | _matrix(
-        f"{block}.ffn_up", N_FF, WIDTH, bias=False
-    )
-    shapes |= _matrix(f"{block}.ffn_down", WIDTH, N_FF, bias=False)
-    shapes |= {f"{name}.weight": (WIDTH,) for name in (f"{block}.ln1", f"{block}.ln2", "mm.a.local_norm")}
-    return shapes | _matrix("mm.a.mlp.1", N_FF, 4 * WIDTH, bias=False) | _matrix("mm.a.mlp.2", n_embd, N_FF, bias=False)
+    return shapes | _merger(0, 2, n_embd, bias=False)
 
 
 def _paddleocr(n_embd: int) -> dict[str, Shape]:
@@ -162,8 +135,6 @@ OTHERS: dict[str, Other] = {
         _mimovl,
         {"attention.head_count_kv": 1, "wa_pattern_mode": [0, 1, -1], "window_size": 2, **_PIXELS},
         "silu",
-        "mimo_audio",
-        {"projection_dim": N_EMBD, **_MIMO_AUDIO},
     ),
     "paddleocr": Other(_paddleocr, _PIXELS),
     "dots_ocr": Other(_dots_ocr, {"projector.scale_factor": 2, **_PIXELS}, "silu"),

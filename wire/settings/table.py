@@ -577,7 +577,7 @@ class ServingSettings(Settings):
         0,
         """
     Most tokens of one image, for projectors whose images vary in size: larger images are scaled down. 0: as the
-    projector says, and at most 512 for Gemma 4, whose images must fit one native step.""",
+    projector says, and at most 512 where an image of Gemma 4 must fit one native step.""",
         low=0,
         high=bounds.CTX_TOKENS_MAX,
         flag="--image-max-tokens",

@@ -341,6 +341,10 @@ class ModelEmbeddings:
         """Write the rows of tokens."""
         out[:, 0] = tokens
 
+    def take(self, rows: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """Write rows of images."""
+        out[:] = rows
+
 
 def new_batcher(policy: str) -> Batcher:
     """Return the batcher of a process that starts now, with the policy of this name."""

@@ -9,7 +9,7 @@ import gguf
 import msgspec
 import pytest
 
-from relayline.coordinator.model.projectors import AUDIO, PROJECTORS, check_projector, has_axes
+from relayline.coordinator.model.projectors import AUDIO, PROJECTORS, check_projector, has_axes, read_projector
 from relayline.wire.common.errors import ModelFileError, RelaylineError, UsageError
 from relayline.wire.model_files.gguf_header import read_header
 from tests.support.fakes import pipeline_file
@@ -50,24 +50,26 @@ def test_one_file_may_have_both_encoders(tmp_path: Path) -> None:
     file = msgspec.structs.replace(FILE, architecture="qwen2vl")
     found = check_projector(make_audio_projector(tmp_path / "mmproj.gguf", "qwen2.5o", n_embd=48), file)
     assert (found.images, found.audio, found.what) == ("qwen2.5vl_merger", "qwen2a", "images and audio")
-    with pytest.raises(UsageError, match="kind gemma4a are not served: no stage was tried with its audio"):
-        check_projector(header(tmp_path / "other.gguf", vision=False, audio=True, projector_type="gemma4a"), FILE)
+    file = msgspec.structs.replace(FILE, architecture="gemma4")
+    found = check_projector(make_audio_projector(tmp_path / "mmproj.gguf", "gemma4v+gemma4a", n_embd=48), file)
+    assert (found.images, found.audio, found.what) == ("gemma4v", "gemma4a", "images and audio")
+    with pytest.raises(UsageError, match="kind dots3note_a are not served: no stage was tried with its audio"):
+        check_projector(header(tmp_path / "other.gguf", vision=False, audio=True, projector_type="dots3note_a"), FILE)
 
 
 def test_images_of_a_file_are_served_where_its_audio_is_not(tmp_path: Path) -> None:
-    file = msgspec.structs.replace(FILE, architecture="mimo2")
-    found = check_projector(make_projector(tmp_path / "mmproj.gguf", "mimovl", n_embd=48), file)
-    assert (found.images, found.audio, found.what, found.width) == ("mimovl", "", "images", 48)
-    assert found.left_out.startswith("projectors of the kind mimo_audio are not served: llama.cpp encodes a whole")
+    kinds = {"vision.projector_type": "mlp", "audio.projector_type": "dots3note_a"}
+    found = read_projector(header(tmp_path / "mmproj.gguf", audio=True, **kinds))
+    assert (found.images, found.audio, found.what) == ("mlp", "", "images")
+    assert found.left_out == "projectors of the kind dots3note_a are not served: no stage was tried with its audio"
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         ({"projector_type": "hunyuanvl"}, "depend on how many images come before"),
-        ({"projector_type": "gemma4uv"}, "no stage was tried with its images"),
         ({"vision.projector_type": "granite4_vision"}, "deepstack"),
-        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, gemma4v, qwen2vl_merger"),
+        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, gemma4v, gemma4uv, nemotron"),
         ({"architecture": "llama"}, "not a projector; give the file that the model's maker calls mmproj"),
         ({"vision": False}, "no encoder for images or audio"),
     ],
@@ -96,11 +98,17 @@ def test_axes_are_what_the_file_says(family: str, values: Any, expected: bool, t
     assert has_axes(read_header(path)) is expected
 
 
-def test_models_whose_layers_take_separate_inputs_are_refused(tmp_path: Path) -> None:
-    stage = msgspec.structs.replace(FILE.stages[0], row_width=96)
-    file = msgspec.structs.replace(FILE, architecture="gemma4", stages=(stage,))
-    with pytest.raises(UsageError, match="each layer of this model takes inputs of its own"):
-        check_projector(make_projector(tmp_path / "mmproj.gguf", "gemma4v", n_embd=48), file)
+@pytest.mark.parametrize(
+    ("kind", "n_embd", "are_causal"),
+    [("gemma4v", 1_536, True), ("gemma4v", 48, False), ("gemma3", 2_560, False), ("gemma4uv", 2_560, False)],
+)
+def test_rows_of_small_gemma_4_images_do_not_see_each_other(
+    kind: str, n_embd: int, are_causal: bool, tmp_path: Path
+) -> None:
+    file = msgspec.structs.replace(FILE, architecture=PROJECTORS[kind].architectures[0], n_embd=n_embd)
+    found = check_projector(make_projector(tmp_path / "mmproj.gguf", kind, n_embd=n_embd), file)
+    assert found.are_causal is are_causal
+    assert (found.max_tokens > 0) is (not are_causal and kind != "gemma3"), "no image has to be one step"
 
 
 def test_features_of_images_are_for_as_many_layers_as_the_model_has_for_them(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.layer_inputs import ROWS_AT_ONCE
 from relayline.stage.engine.micro_batches import Cut
 from relayline.stage.inbound import check_fit, hello_of
-from relayline.wire.common.errors import ArtifactError, CutError, HandshakeError, ModelFileError
+from relayline.wire.common.errors import ArtifactError, CutError, HandshakeError, ModelFileError, ProtocolError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.family_check import check
 from tests.support.tiny_families import RECIPES
@@ -163,6 +163,29 @@ def test_inputs_of_more_rows_than_are_computed_at_once(tmp_path: Path) -> None:
         table.lookup(tokens[row : row + 1], alone)
         np.testing.assert_allclose(every[row], alone[0], atol=1e-5)
     assert np.abs(every[0] - every[1]).max() > 0.1
+
+
+def test_rows_of_images_take_the_inputs_of_the_padding_token(tmp_path: Path) -> None:
+    """A row that equals token 0's has the inputs of token 0, and any other row the same ones by token."""
+    split_model(make_tiny(E2B, tmp_path / "model.gguf"), tmp_path / "out", cuts=(4,))
+    artifact = open_artifact(tmp_path / "out" / "stage-0.gguf")
+    table = EmbeddingTable(artifact)
+    looked_up, taken = np.empty((2, table.width), np.float32), np.empty((2, table.width), np.float32)
+    table.lookup(np.array([0, 5], np.int32), looked_up)
+    table.take(looked_up[:, :N_EMBD], taken)
+    np.testing.assert_array_equal(taken[0], looked_up[0])
+    np.testing.assert_array_equal(taken[1, :N_EMBD], looked_up[1, :N_EMBD])
+    assert np.abs(taken[1] - looked_up[1]).max() > 0.1
+    assert artifact.takes_rows
+
+
+def test_layers_that_need_tokens_take_no_rows(tmp_path: Path) -> None:
+    split_model(make_tiny(HASHED, tmp_path / "model.gguf"), tmp_path / "out", cuts=(3,))
+    artifact = open_artifact(tmp_path / "out" / "stage-0.gguf")
+    assert not artifact.takes_rows
+    table = EmbeddingTable(artifact)
+    with pytest.raises(ProtocolError, match=f"rows of {N_EMBD} values came"):
+        table.take(np.zeros((1, N_EMBD), np.float32), np.zeros((1, table.width), np.float32))
 
 
 def test_tables_of_other_shapes_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -95,6 +95,17 @@ def test_an_output_of_another_shape_is_refused(out: np.ndarray, tmp_path: Path) 
         table.lookup(np.array([1], np.int32), out)
 
 
+def test_rows_of_images_are_taken_as_they_are(tmp_path: Path) -> None:
+    table = EmbeddingTable(open_artifact(write_stage(tmp_path / "stage.gguf", SHAPE, 0, [], scale=12.0)))
+    rows, out = np.random.default_rng(1).standard_normal((3, 256)).astype(np.float32), np.zeros((3, 256), np.float32)
+    table.take(rows, out)
+    assert np.array_equal(rows, out)
+    with pytest.raises(ProtocolError, match="rows of 255 values came, and this stage takes 256"):
+        table.take(rows[:, :255], out)
+    with pytest.raises(InternalError, match=r"out must be f32 \[3, 256\]"):
+        table.take(rows, out[:2])
+
+
 def altered(artifact: StageArtifact, **changes: int) -> StageArtifact:
     section = artifact.embedding
     assert section is not None

@@ -32,15 +32,15 @@ END = len(BEFORE) + len(IMAGE)
 class Whole(ReferenceModel):
     """The unsplit model, which takes rows of an image as well."""
 
-    def see(self, rows: np.ndarray, position: int) -> None:
-        """Decode rows that attend to each other."""
+    def see(self, rows: np.ndarray, position: int, *, is_mutual: bool = True) -> None:
+        """Decode rows, which may attend to each other."""
         batch = llama.llama_batch_init(len(rows), N_EMBD, 1)
         batch.n_tokens = len(rows)
         np.ctypeslib.as_array(batch.embd, rows.shape)[:] = rows
         for row in range(len(rows)):
             batch.pos[row], batch.n_seq_id[row], batch.logits[row] = position + row, 1, 0
             batch.seq_id[row][0] = 0
-        llama.llama_set_causal_attn(self._context, False)
+        llama.llama_set_causal_attn(self._context, not is_mutual)
         assert llama.llama_decode(self._context, batch) == 0
         llama.llama_set_causal_attn(self._context, True)
         llama.llama_batch_free(batch)
@@ -63,7 +63,7 @@ class Stages:
             if index:
                 rows[:] = self.engines[index - 1].output_rows[:n_rows]
             elif isinstance(given, np.ndarray):
-                rows[:] = given
+                self._table.take(given, rows)
             else:
                 self._table.lookup(np.array(given, np.int32), rows)
             engine.positions[:n_rows] = np.arange(position, position + n_rows)

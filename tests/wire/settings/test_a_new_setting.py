@@ -92,7 +92,7 @@ def joined(engine):
 
 def serve(*arguments):
     # The flux of a stage that joins this coordinator.
-    stages = SimpleNamespace(stages=[0, 1])
+    stages = SimpleNamespace(stages=[0, 1], architecture="llama")
     with (
         mock.patch("relayline.coordinator.model.pipeline_file.load_pipeline", lambda *_, **__: stages),
         mock.patch("relayline.coordinator.serve.run_coordinator") as run,

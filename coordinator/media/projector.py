@@ -101,20 +101,18 @@ class Projector:
 
     def _try(self, path: Path) -> None:
         """Cut an image and a second of silence, as far as they are taken. Raises UsageError where it cannot be used."""
-        mtmd, segments = self._mtmd, []
+        mtmd = self._mtmd
         if not any(self.takes):
             raise UsageError(f"--mmproj {path}: it has no encoder for images or audio")
         try:
             if self.takes.images:
-                segments += self._segments_of(self._bitmap_of(np.full((64, 64, 3), 255, np.uint8)))
+                self._segments_of(self._bitmap_of(np.full((64, 64, 3), 255, np.uint8)))
             if self.takes.audio:
                 silence = np.zeros(mtmd.mtmd_get_audio_sample_rate(self._context), np.float32)
                 pointer = silence.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-                segments += self._segments_of(mtmd.mtmd_bitmap_init_from_audio(len(silence), pointer))
+                self._segments_of(mtmd.mtmd_bitmap_init_from_audio(len(silence), pointer))
         except InternalError as error:
             raise UsageError(f"--mmproj {path}: {error.message}") from None
-        if any(isinstance(each, list) and min(each) < 0 for each in segments):
-            raise UsageError(f"--mmproj {path}: it needs tokens that the model's vocabulary does not have")
 
     def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
         """Return the segments that an image or audio file becomes, and its rows: f32 [n, n_embd].
@@ -190,23 +188,33 @@ class Projector:
             mtmd.mtmd_bitmap_free(bitmap)
 
     def _segment(self, chunk: Any) -> Segment:
+        """Return what a chunk is. Raises InternalError where stages or the model's vocabulary do not know it."""
         kind = self._mtmd.mtmd_input_chunk_get_type(chunk)
         if kind != self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
             n_rows = int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
             is_image = kind == self._mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE  # rows of audio have places like tokens
-            return self._grid(chunk, n_rows) if self._has_axes and is_image else n_rows
+            return self._places(chunk, n_rows) if self._has_axes and is_image else n_rows
         count = ctypes.c_size_t()
         tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
-        return [int(tokens[at]) for at in range(count.value)]
+        found = [int(tokens[at]) for at in range(count.value)]
+        if min(found, default=0) < 0:
+            raise InternalError("it needs tokens that the model's vocabulary does not have")
+        return found
 
-    def _grid(self, chunk: Any, n_rows: int) -> Grid:
-        """Return the grid of an image's rows. Raises InternalError where llama.cpp gives them other places."""
+    def _places(self, chunk: Any, n_rows: int) -> Segment:
+        """Return the grid of an image's rows, or only their number: then they have places like tokens.
+
+        Raises InternalError where llama.cpp gives them other places.
+        """
         mtmd = self._mtmd
         image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
         corner = mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, n_rows - 1)
+        n_places = mtmd.mtmd_image_tokens_get_n_pos(image)
+        if (corner.t, corner.x, corner.y, n_places) == (n_rows - 1, n_rows - 1, n_rows - 1, n_rows):
+            return n_rows  # mtmd_tokenizer gives them to a tile; of four axes, no model served here uses the last
         width, height = int(corner.x) + 1, int(corner.y) + 1
         is_grid = width * height == n_rows and (corner.t, corner.z) == (0, 0)
-        if not is_grid or mtmd.mtmd_image_tokens_get_n_pos(image) != max(width, height):
+        if not is_grid or n_places != max(width, height):
             raise InternalError("the rows of its images have places that stages do not know")
         return Grid(width, height)
 

@@ -93,7 +93,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "llama4",
             "Llama 4 Scout, Maverick",
-            left_out="images",
             cut_period=rules.LLAMA4_ROPE_STEP,
             refusal=rules.llama4_refusal,
             windows=windows_of(4),

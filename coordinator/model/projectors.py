@@ -59,6 +59,7 @@ PROJECTORS = {
     "glm4v": Kind("mm.down.weight", architectures=("glm4moe", "glm4"), needs_axes=True),
     "ling3vl": Kind("mm.2.weight", architectures=("bailingmoe3",)),
     "paddleocr": Kind("mm.2.weight", architectures=("paddleocr",)),
+    "minicpmv4_6": Kind("mm.down.weight", architectures=("qwen35",)),  # in a grid if it is one tile
     # Rows have places like tokens:
     "minimax_m3": Kind("mm.merger.fc2.weight", architectures=("minimax-m3",)),
     "mimovl": Kind("mm.2.weight", architectures=("mimo2",)),  # MiMo-V2.5
@@ -66,6 +67,15 @@ PROJECTORS = {
     "muse-glimmer": Kind("mm.2.weight", architectures=("muse-glimmer",)),
     "dots_ocr": Kind("mm.2.weight", architectures=("qwen2",)),
     "youtuvl": Kind("mm.2.weight", architectures=("deepseek2",)),
+    "kimik25": Kind("mm.2.weight", architectures=("deepseek2", "glm-dsa")),  # Kimi K2.5, K2.6; GLM-5.2-Vision
+    "kimivl": Kind("mm.2.weight", architectures=("deepseek2",)),
+    "llama4": Kind("mm.model.fc.weight", architectures=("llama4",)),
+    "step3vl": Kind("mm.model.fc.weight", architectures=("qwen3", "step35")),  # Step3-VL 10B; Step 3.7 Flash
+    "lfm2": Kind("mm.2.weight", architectures=("lfm2", "lfm2moe")),
+    "resampler": Kind("resampler.proj.weight", 0, ("llama", "qwen2", "qwen3")),  # MiniCPM-V before 4.6
+    "lightonocr": Kind("mm.2.weight", architectures=("qwen3",)),
+    "janus_pro": Kind("mm.1.weight", architectures=("llama",)),
+    "phi4": Kind("mm.2.weight", architectures=("phi3",)),  # Phi-4-reasoning-vision
 }
 # Of audio. Where positions have several axes, its rows have the same one on each, as tokens have.
 AUDIO = {
@@ -91,6 +101,7 @@ _DEEPSTACK = "no stage was tried with layers that take features of its images (d
 REFUSED = {
     "granite4_vision": _DEEPSTACK,
     "deepseek4v": "its model chooses experts otherwise for rows of images, and stages take all rows for tokens'",
+    "cogvlm": "its model has other weights for rows of images, and stages take all rows for tokens'",
     "hunyuanvl": "places of its images' rows depend on how many images come before, which stages are not told",
     "exaone4_5": "llama.cpp gives its model's layers sliding windows only in a file of 64 layers",
     "dots3note_v": "its model's architecture, dots3note, is not served",

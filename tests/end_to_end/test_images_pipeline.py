@@ -8,6 +8,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tests.end_to_end.test_prefix_lanes import rows_of, until_kept
 from tests.support.fleet import CTX, Fleet, fleet
 from tests.support.tiny_gemma_media import WIDE
 from tests.support.tiny_models import CHAT_TEMPLATE, TOKENS, make_tiny
-from tests.support.tiny_projectors import make_projector, picture
+from tests.support.tiny_projectors import MEDIA_TOKENS, make_projector, picture
 from tests.support.whole_with_images import MARKER, WholeWithImages, needs_library
 
 pytestmark = needs_library
@@ -45,12 +46,17 @@ KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen
          "ling3vl": ("bailingmoe3", (4,)), "minimax_m3": ("minimax-m3", (4,)), "mimovl": ("mimo2", (4,)),
          "paddleocr": ("paddleocr", (2,)),
          "dots_ocr": ("qwen2", (1,)), "muse-glimmer": ("muse-glimmer", (4,)),
-         "youtuvl": ("deepseek2", (2,))}  # fmt: skip
+         "youtuvl": ("deepseek2", (2,)),
+         "kimik25": ("deepseek2", (1, 3)), "kimik25:glm": ("glm-dsa", (2,)), "kimivl": ("deepseek2", (2,)),
+         "llama4": ("llama4", (4, 8)), "lightonocr": ("qwen3", (2,)), "phi4": ("phi3", (2,)),
+         "janus_pro": ("llama", (1,)), "step3vl": ("qwen3", (1,)), "step3vl:flash": ("step35", (2,)),
+         "lfm2": ("lfm2", (4,)), "lfm2:moe": ("lfm2moe", (3,)), "minicpmv4_6": ("qwen35", (4,)),
+         "resampler": ("qwen3:wide", (2,)), "idefics3": ("smollm3", (4,))}  # fmt: skip
 AXES = {"rope.dimension_sections": [3, 3, 2, 0]}
 VALUES = {"glm4v": AXES, "ling3vl": AXES}  # of models
 
 
-MAX_TOKENS = {"gemma4v": 24, "gemma4uv": 24}  # of an image; without it, small ones have 70
+MAX_TOKENS = {"gemma4v": 24, "gemma4uv": 24, "lfm2": 16}  # of an image; without it, small ones have 64 and more
 MUTUAL = ("gemma3", "gemma4v", "gemma4uv")  # whose rows see each other
 NEAR_TIE = 1e-3  # of logits, over few tokens; another image moves some logit by 0.25 and more
 one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
@@ -76,6 +82,11 @@ each_way = pytest.mark.parametrize(
 in_grids = pytest.mark.parametrize(
     "model", ["qwen2vl_merger", "qwen3vl_merger", "qwen3vl_merger:deepstack", "glm4v"], indirect=True
 )
+in_tiles = pytest.mark.parametrize(
+    ("model", "n_tiles"),
+    [("step3vl", 4), ("lfm2", 4), ("minicpmv4_6", 9), ("resampler", 9), ("idefics3", 1)],
+    indirect=["model"],
+)
 
 
 @dataclasses.dataclass
@@ -88,6 +99,7 @@ class Model:
     encoder: Encoder
     whole: WholeWithImages
     ctx_tokens: int = CTX
+    n_vocab: int = len(TOKENS)
 
 
 @pytest.fixture(scope="module", name="model")
@@ -96,8 +108,9 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     family, cuts = KINDS[request.param]
     n_deepstack = N_DEEPSTACK if family.startswith("qwen3vl") else 0
     values = {"n_deepstack_layers": n_deepstack} if n_deepstack else VALUES.get(request.param, {})
-    whole = make_tiny(family, directory / "model.gguf", tokenizer=True, extra_values=values)
     kind = request.param.partition(":")[0]
+    tokens = MEDIA_TOKENS.get(kind, ())
+    whole = make_tiny(family, directory / "model.gguf", tokenizer=True, more_tokens=tokens, extra_values=values)
     file = split_model(whole, directory / "out", cuts=cuts)
     projector = make_projector(directory / "mmproj.gguf", kind, n_embd=file.n_embd, n_deepstack=n_deepstack)
     paths = [directory / "out" / stage.file for stage in file.stages]
@@ -109,7 +122,7 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         try:
             encoder.start()
             assert encoder.are_mutual == (kind in MUTUAL and file.n_embd != WIDE)
-            yield Model(file, paths, tokenizer, encoder, reference)
+            yield Model(file, paths, tokenizer, encoder, reference, n_vocab=len(TOKENS) + len(tokens))
         finally:
             encoder.close()
 
@@ -151,9 +164,8 @@ def url_of(file: bytes) -> str:
 async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
     tokenizer = Tokenizer.load(model.tokenizer)
     template = ChatTemplate(CHAT_TEMPLATE)
-    n_vocab = len(TOKENS)
     settings = {"ctx_tokens": model.ctx_tokens, **settings}
-    async with fleet(model.paths, file=model.file, n_vocab=n_vocab, **settings) as running:
+    async with fleet(model.paths, file=model.file, n_vocab=model.n_vocab, **settings) as running:
         served = ServedModel("tiny", 1, tokenizer, template, Borrowed(model.encoder))
         app = make_app(running.pipeline, served)
         runner, port = await start_http(app, "127.0.0.1", 0)
@@ -273,6 +285,18 @@ async def test_images_larger_than_a_chunk_are_read_in_parts(model: Model) -> Non
         assert_as_whole(model, answer, *parts)
     assert both[0]["prompt_token_ids"].count(-1) > 64
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+
+
+@in_tiles
+async def test_large_images_are_cut_into_tiles_with_tokens_between(model: Model, n_tiles: int) -> None:
+    parts = ("look at", picture(60, size=(800, 800)), "with care")
+    async with chats(model) as client:
+        answer = await client.answer(*parts)
+    assert_as_whole(model, answer, *parts)
+    prompt = answer["prompt_token_ids"]
+    runs = sum(before != -1 and after == -1 for before, after in itertools.pairwise(prompt))
+    assert runs == n_tiles + 1, "the tiles and the image as a whole"
+    assert max(prompt) >= len(TOKENS), "no token of its own marks an image"
 
 
 @pytest.mark.sampled(2)

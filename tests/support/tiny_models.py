@@ -15,6 +15,7 @@ import numpy as np
 
 from tests.support.tiny_families import RECIPES
 from tests.support.tiny_gemma_media import WIDE_E2B
+from tests.support.tiny_media_models import MEDIA_MODELS
 from tests.support.tiny_predictions import PREDICTING
 from tests.support.tiny_shapes import CTX, N_EMBD, N_EXPERTS, N_FF, N_HEADS, N_KV_HEADS, VOCABULARY, Shape, Value
 
@@ -28,6 +29,7 @@ def make_tiny(
     tied: bool = False,
     vocab: int = 128,
     tokenizer: bool = False,
+    more_tokens: tuple[str, ...] = (),
     seed: int = 1,
     extra_values: Mapping[str, Value] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
@@ -35,11 +37,13 @@ def make_tiny(
     """Write a model of a recipe and return its path.
 
     `quant` is the type of every matrix (f32, f16, q8_0, q4_0, mxfp4); vectors stay f32. With `tokenizer` the vocabulary
-    is a byte-level one with text (`vocab` is then ignored: see TOKENS); without, it is nameless.
+    is a byte-level one with text (`vocab` is then ignored: see TOKENS), and `more_tokens` are further
+    control tokens of it; without, it is nameless.
     """
-    recipe = WIDE_E2B if family == "gemma4:wide" else RECIPES.get(family) or PREDICTING[family]
+    recipe = RECIPES.get(family) or PREDICTING.get(family) or MEDIA_MODELS.get(family)
+    recipe = recipe or {"gemma4:wide": WIDE_E2B}[family]
     n_layers = n_layers or recipe.n_layers
-    vocab = len(TOKENS) if tokenizer else vocab
+    vocab = len(TOKENS) + len(more_tokens) if tokenizer else vocab
     writer = gguf.GGUFWriter(None, recipe.architecture)
     common: dict[str, Value] = {
         "block_count": n_layers,
@@ -55,7 +59,7 @@ def make_tiny(
         if not (key.endswith("_mla") and value == 0):
             name = key if key.startswith(("xielu.", "tokenizer.", "general.")) else f"{recipe.architecture}.{key}"
             add_value(writer, name, [value] * n_layers if key in recipe.per_layer else value)
-    _add_tokenizer(writer) if tokenizer else writer.add_tokenizer_model("none")
+    _add_tokenizer(writer, more_tokens) if tokenizer else writer.add_tokenizer_model("none")
     shapes: dict[str, Shape] = {"token_embd.weight": (vocab, N_EMBD), **recipe.tops}
     if not (recipe.always_tied or (tied and recipe.may_tie)):
         shapes["output.weight"] = (vocab, N_EMBD)
@@ -142,12 +146,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, more_tokens: tuple[str, ...]) -> None:
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(list(TOKENS))
-    writer.add_token_types([control if token in CONTROLS else normal for token in TOKENS])
+    writer.add_token_list([*TOKENS, *more_tokens])
+    types = [control if token in CONTROLS else normal for token in TOKENS]
+    writer.add_token_types(types + [control] * len(more_tokens))
     writer.add_token_merges(list(_MERGES))
     writer.add_eos_token_id(TOKENS.index(END_TOKEN))
     writer.add_add_bos_token(False)

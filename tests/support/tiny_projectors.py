@@ -14,17 +14,23 @@ from PIL import Image
 
 from tests.support import tiny_conformers, tiny_gemma_media
 from tests.support.tiny_models import add_value
+from tests.support.tiny_plain_projectors import PLAIN
 from tests.support.tiny_shapes import N_EMBD
-from tests.support.tiny_wide_projectors import OTHERS, Other
+from tests.support.tiny_wide_projectors import WIDE_KINDS, Other
 
 WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 2  # of the encoder
 PATCH, IMAGE = 7, 28
+_OTHERS: dict[str, Other] = {**WIDE_KINDS, **PLAIN}
+# That the vocabulary of a model must have, by the kind.
+MEDIA_TOKENS = {kind: other.tokens for kind, other in _OTHERS.items()} | {
+    "idefics3": ("\n\n", "<fake_token_around_image>", "<global-img>")
+}
 # Of one square image; pixtral ends lines by a row.
 N_ROWS = {"mlp": 16, "pixtral": 20, "idefics3": 4, "internvl": 4, "gemma3": 16}
 _GRIDS = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")  # whose rows have places on several axes
 
-_OTHERS: dict[str, Other | tiny_gemma_media.GemmaEncoder | tiny_conformers.Conformer] = {
-    **OTHERS,
+_ENCODERS: dict[str, Other | tiny_gemma_media.GemmaEncoder | tiny_conformers.Conformer] = {
+    **_OTHERS,
     **tiny_gemma_media.IMAGES,
     **tiny_conformers.IMAGES,
 }
@@ -57,12 +63,16 @@ def _deepstack(n_layers: int, n_embd: int) -> dict[str, tuple[int, ...]]:
 def add_images(writer: gguf.GGUFWriter, kind: str, n_embd: int) -> None:
     """Say an encoder of images."""
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_bool(f"clip.use_{OTHERS[kind].activation if kind in OTHERS else 'gelu'}", True)
+    other = _OTHERS.get(kind)
+    writer.add_bool(f"clip.use_{other.activation if other else 'gelu'}", True)
+    if other and other.minicpmv:
+        writer.add_int32("clip.minicpmv_version", other.minicpmv[0])
+        writer.add_uint32("clip.minicpmv_query_num", other.minicpmv[1])
     numbers = {"embedding_length": WIDTH, "feed_forward_length": N_FF, "block_count": N_LAYERS,
                "projection_dim": n_embd, "attention.head_count": N_HEADS, "image_size": IMAGE,
                "patch_size": PATCH}  # fmt: skip
-    other = _OTHERS.get(kind)
-    add_numbers(writer, "vision", {**numbers, **(other.numbers if other else {})})
+    encoder = _ENCODERS.get(kind)
+    add_numbers(writer, "vision", {**numbers, **(encoder.numbers if encoder else {})})
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
@@ -105,8 +115,8 @@ def write_projector(writer: gguf.GGUFWriter, path: Path, shapes: dict[str, tuple
 
 def image_shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of an encoder of images."""
-    if kind in _OTHERS:
-        return _OTHERS[kind].shapes(n_embd)
+    if kind in _ENCODERS:
+        return _ENCODERS[kind].shapes(n_embd)
     n_patches = (IMAGE // PATCH) ** 2
     shapes: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH)}
     if kind in _GRIDS:

@@ -10,9 +10,9 @@ from tests.support.tiny_shapes import Shape, Value
 WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 3  # of the encoder
 PATCH, IMAGE = 7, 28
 HEAD = WIDTH // N_HEADS
-_N_PATCHES = (IMAGE // PATCH) ** 2
-_MERGED = 4 * WIDTH  # values of four patches, which become one row
-_PIXELS: dict[str, Value] = {"image_min_pixels": 4 * 14 * 14, "image_max_pixels": 1_024 * 14 * 14}  # of 4 to 1,024 rows
+N_PATCHES = (IMAGE // PATCH) ** 2
+MERGED = 4 * WIDTH  # values of four patches, which become one row
+PIXELS: dict[str, Value] = {"image_min_pixels": 4 * 14 * 14, "image_max_pixels": 1_024 * 14 * 14}  # of 4 to 1,024 rows
 
 
 class Other(NamedTuple):
@@ -21,6 +21,8 @@ class Other(NamedTuple):
     shapes: Callable[[int], dict[str, Shape]]  # width of rows -> tensors
     values: Mapping[str, Value] = {}  # without the prefix; replace the common ones
     activation: str = "gelu"
+    minicpmv: tuple[int, int] | None = None  # version of MiniCPM-V, and rows of an image
+    tokens: tuple[str, ...] = ()  # that the vocabulary of a model must have
 
     @property
     def numbers(self) -> dict[str, Value]:
@@ -28,11 +30,11 @@ class Other(NamedTuple):
         return {"block_count": N_LAYERS, **self.values}
 
 
-def _matrix(name: str, n_out: int, n_in: int, *, bias: bool = True) -> dict[str, Shape]:
+def matrix(name: str, n_out: int, n_in: int, *, bias: bool = True) -> dict[str, Shape]:
     return {f"{name}.weight": (n_out, n_in)} | ({f"{name}.bias": (n_out,)} if bias else {})
 
 
-def _norm(name: str, width: int = WIDTH, *, bias: bool = True) -> dict[str, Shape]:
+def norm(name: str, width: int = WIDTH, *, bias: bool = True) -> dict[str, Shape]:
     return {f"{name}.weight": (width,)} | ({f"{name}.bias": (width,)} if bias else {})
 
 
@@ -41,25 +43,25 @@ def _patches(n_frames: int = 2, *, bias: bool = False, has_positions: bool = Fal
     shapes: dict[str, Shape] = dict.fromkeys(names, (WIDTH, 3, PATCH, PATCH))
     if bias:
         shapes["v.patch_embd.bias"] = (WIDTH,)
-    return shapes | ({"v.position_embd.weight": (_N_PATCHES, WIDTH)} if has_positions else {})
+    return shapes | ({"v.position_embd.weight": (N_PATCHES, WIDTH)} if has_positions else {})
 
 
-def _blocks(*, fused: bool = False, gate: bool = False, bias: bool = True, head_norms: bool = False,
+def blocks(*, fused: bool = False, gate: bool = False, bias: bool = True, head_norms: bool = False,
             n_kv: int = N_HEADS, sinks: bool = False) -> dict[str, Shape]:  # fmt: skip
     shapes: dict[str, Shape] = {}
     for layer in range(N_LAYERS):
         block = f"v.blk.{layer}"
         if fused:
-            shapes |= _matrix(f"{block}.attn_qkv", (N_HEADS + 2 * n_kv) * HEAD, WIDTH, bias=bias)
+            shapes |= matrix(f"{block}.attn_qkv", (N_HEADS + 2 * n_kv) * HEAD, WIDTH, bias=bias)
         else:
             for part in "qkv":
-                shapes |= _matrix(f"{block}.attn_{part}", WIDTH, WIDTH, bias=bias)
-        shapes |= _matrix(f"{block}.attn_out", WIDTH, WIDTH, bias=bias)
-        shapes |= _norm(f"{block}.ln1", bias=bias) | _norm(f"{block}.ln2", bias=bias)
-        shapes |= _matrix(f"{block}.ffn_up", N_FF, WIDTH, bias=bias)
-        shapes |= _matrix(f"{block}.ffn_down", WIDTH, N_FF, bias=bias)
+                shapes |= matrix(f"{block}.attn_{part}", WIDTH, WIDTH, bias=bias)
+        shapes |= matrix(f"{block}.attn_out", WIDTH, WIDTH, bias=bias)
+        shapes |= norm(f"{block}.ln1", bias=bias) | norm(f"{block}.ln2", bias=bias)
+        shapes |= matrix(f"{block}.ffn_up", N_FF, WIDTH, bias=bias)
+        shapes |= matrix(f"{block}.ffn_down", WIDTH, N_FF, bias=bias)
         if gate:
-            shapes |= _matrix(f"{block}.ffn_gate", N_FF, WIDTH, bias=bias)
+            shapes |= matrix(f"{block}.ffn_gate", N_FF, WIDTH, bias=bias)
         if head_norms:
             shapes |= {f"{block}.attn_{part}_norm.weight": (HEAD,) for part in "qk"}
         if sinks:
@@ -69,75 +71,75 @@ def _blocks(*, fused: bool = False, gate: bool = False, bias: bool = True, head_
 
 def _glm_merger(n_embd: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"mm.patch_merger.weight": (n_embd, WIDTH, 2, 2), "mm.patch_merger.bias": (n_embd,)}
-    shapes |= _matrix("mm.model.fc", n_embd, n_embd, bias=False) | _norm("mm.post_norm", n_embd)
-    shapes |= _matrix("mm.up", N_FF, n_embd, bias=False) | _matrix("mm.gate", N_FF, n_embd, bias=False)
-    return shapes | _matrix("mm.down", n_embd, N_FF, bias=False)
+    shapes |= matrix("mm.model.fc", n_embd, n_embd, bias=False) | norm("mm.post_norm", n_embd)
+    shapes |= matrix("mm.up", N_FF, n_embd, bias=False) | matrix("mm.gate", N_FF, n_embd, bias=False)
+    return shapes | matrix("mm.down", n_embd, N_FF, bias=False)
 
 
 def _glm4v(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches(bias=True, has_positions=True) | _norm("v.norm_embd", bias=False)
-    shapes |= _blocks(fused=True, gate=True, bias=False) | _norm("v.post_ln", bias=False)
+    shapes = _patches(bias=True, has_positions=True) | norm("v.norm_embd", bias=False)
+    shapes |= blocks(fused=True, gate=True, bias=False) | norm("v.post_ln", bias=False)
     return shapes | _glm_merger(n_embd)
 
 
 def _glm5v(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches(bias=True) | _blocks(fused=True, gate=True, bias=False, head_norms=True)
-    return shapes | _norm("v.post_ln", bias=False) | _glm_merger(n_embd)
+    shapes = _patches(bias=True) | blocks(fused=True, gate=True, bias=False, head_norms=True)
+    return shapes | norm("v.post_ln", bias=False) | _glm_merger(n_embd)
 
 
-def _merger(first: int, second: int, n_embd: int, *, bias: bool = True) -> dict[str, Shape]:
-    return _matrix(f"mm.{first}", N_FF, _MERGED, bias=bias) | _matrix(f"mm.{second}", n_embd, N_FF, bias=bias)
+def merger(first: int, second: int, n_embd: int, *, bias: bool = True) -> dict[str, Shape]:
+    return matrix(f"mm.{first}", N_FF, MERGED, bias=bias) | matrix(f"mm.{second}", n_embd, N_FF, bias=bias)
 
 
 def _ling3vl(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches(bias=True, has_positions=True) | _blocks(fused=True)
-    return shapes | _norm("mm.input_norm") | _merger(0, 2, n_embd)
+    shapes = _patches(bias=True, has_positions=True) | blocks(fused=True)
+    return shapes | norm("mm.input_norm") | merger(0, 2, n_embd)
 
 
 def _minimax_m3(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches() | _norm("v.pre_ln") | _blocks()
-    shapes |= _matrix("mm.1", N_FF, WIDTH) | _matrix("mm.2", WIDTH, N_FF)
-    return shapes | _matrix("mm.merger.fc1", N_FF, _MERGED) | _matrix("mm.merger.fc2", n_embd, N_FF)
+    shapes = _patches() | norm("v.pre_ln") | blocks()
+    shapes |= matrix("mm.1", N_FF, WIDTH) | matrix("mm.2", WIDTH, N_FF)
+    return shapes | matrix("mm.merger.fc1", N_FF, MERGED) | matrix("mm.merger.fc2", n_embd, N_FF)
 
 
 def _mimovl(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches() | _blocks(fused=True, gate=True, n_kv=1, sinks=True) | _norm("v.post_ln")
-    return shapes | _merger(0, 2, n_embd, bias=False)
+    shapes = _patches() | blocks(fused=True, gate=True, n_kv=1, sinks=True) | norm("v.post_ln")
+    return shapes | merger(0, 2, n_embd, bias=False)
 
 
 def _paddleocr(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches(1, bias=True, has_positions=True) | _blocks() | _norm("v.post_ln")
-    return shapes | _norm("mm.input_norm") | _merger(1, 2, n_embd)
+    shapes = _patches(1, bias=True, has_positions=True) | blocks() | norm("v.post_ln")
+    return shapes | norm("mm.input_norm") | merger(1, 2, n_embd)
 
 
 def _dots_ocr(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches(1, bias=True) | _blocks(fused=True, gate=True, bias=False)
-    return shapes | _norm("mm.post_norm", bias=False) | _norm("mm.input_norm") | _merger(0, 2, n_embd)
+    shapes = _patches(1, bias=True) | blocks(fused=True, gate=True, bias=False)
+    return shapes | norm("mm.post_norm", bias=False) | norm("mm.input_norm") | merger(0, 2, n_embd)
 
 
 def _muse_glimmer(n_embd: int) -> dict[str, Shape]:
-    shapes = _patches(1, has_positions=True) | _norm("v.pre_ln") | _blocks() | _norm("v.post_ln")
-    return shapes | _merger(0, 1, N_FF, bias=False) | _matrix("mm.2", n_embd, N_FF, bias=False)
+    shapes = _patches(1, has_positions=True) | norm("v.pre_ln") | blocks() | norm("v.post_ln")
+    return shapes | merger(0, 1, N_FF, bias=False) | matrix("mm.2", n_embd, N_FF, bias=False)
 
 
 def _youtuvl(n_embd: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"v.patch_embd.weight": (WIDTH, 3 * PATCH * PATCH), "v.patch_embd.bias": (WIDTH,)}
-    shapes |= _blocks() | _norm("v.post_ln") | _norm("mm.input_norm", bias=False)
-    return shapes | _merger(0, 2, n_embd)
+    shapes |= blocks() | norm("v.post_ln") | norm("mm.input_norm", bias=False)
+    return shapes | merger(0, 2, n_embd)
 
 
-OTHERS: dict[str, Other] = {
+WIDE_KINDS: dict[str, Other] = {
     "glm4v": Other(_glm4v, {"spatial_merge_size": 2}, "silu"),
-    "glm5v": Other(_glm5v, {"spatial_merge_size": 2, "swiglu_clamp": 1.0, **_PIXELS}, "silu"),
+    "glm5v": Other(_glm5v, {"spatial_merge_size": 2, "swiglu_clamp": 1.0, **PIXELS}, "silu"),
     "ling3vl": Other(_ling3vl, {"spatial_merge_size": 2}),
     "minimax_m3": Other(_minimax_m3, {"spatial_merge_size": 2}),
     "mimovl": Other(
         _mimovl,
-        {"attention.head_count_kv": 1, "wa_pattern_mode": [0, 1, -1], "window_size": 2, **_PIXELS},
+        {"attention.head_count_kv": 1, "wa_pattern_mode": [0, 1, -1], "window_size": 2, **PIXELS},
         "silu",
     ),
-    "paddleocr": Other(_paddleocr, _PIXELS),
-    "dots_ocr": Other(_dots_ocr, {"projector.scale_factor": 2, **_PIXELS}, "silu"),
+    "paddleocr": Other(_paddleocr, PIXELS),
+    "dots_ocr": Other(_dots_ocr, {"projector.scale_factor": 2, **PIXELS}, "silu"),
     "muse-glimmer": Other(_muse_glimmer, {"spatial_merge_size": 2}),
     "youtuvl": Other(_youtuvl, {"window_size": 2 * 2 * PATCH, "wa_layer_indexes": [1]}),
 }

@@ -102,6 +102,18 @@ def test_a_projector_that_does_not_load_says_why(vocabulary: Path, tmp_path: Pat
         encoder.close()
 
 
+@needs_library
+def test_tokens_of_large_images_alone_may_be_missing(vocabulary: Path, tmp_path: Path) -> None:
+    encoder = Encoder(make_projector(tmp_path / "mmproj.gguf", "lfm2"), vocabulary, N_EMBD, 16)
+    try:
+        encoder.start()
+        assert encoder.encode(picture(1), 100)[0].count(12) == 1
+        with pytest.raises(InternalError, match="tokens that the model's vocabulary does not have"):
+            encoder.encode(picture(1, size=(800, 800)), 100)
+    finally:
+        encoder.close()
+
+
 LATER = "from relayline.coordinator.media import encoding; encoding._send(pipe, encoding.LATER, b'no memory')"
 
 

@@ -30,13 +30,13 @@ class Media:
         self._encoded = EncodedMedia()
         self._turns = Turns(1)
         self._fetcher = Fetcher(hosts)
-        self._fetching = asyncio.Semaphore(MEDIA_FETCHING_MAX)
+        self._fetching = Turns(MEDIA_FETCHING_MAX)
         self._tasks: set[asyncio.Task[Encoded | None]] = set()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "media")
 
     async def count(self, client: str, media: Sequence[MediaFile]) -> int:
         """Return how many tokens of a prompt some files take. Raises InvalidRequestError."""
-        async with self._here(media) as files:
+        async with self._here(client, media) as files:
             return await self._count(client, files)
 
     async def fill(self, client: str, tokens: Sequence[int], media: Sequence[MediaFile], ctx_tokens: int) -> Filled:
@@ -45,7 +45,7 @@ class Media:
         Raises ContextLengthError before anything is encoded where it cannot fit, InvalidRequestError for a file that
         cannot be read, OverloadedError where requests hold too many, InternalError where encoding fails.
         """
-        async with self._here(media) as files:
+        async with self._here(client, media) as files:
             n_tokens = len(tokens) - len(files) + await self._count(client, files)
             if n_tokens > ctx_tokens:
                 raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
@@ -60,12 +60,12 @@ class Media:
         self._thread.shutdown(wait=False)
 
     @contextlib.asynccontextmanager
-    async def _here(self, media: Sequence[MediaFile]) -> AsyncIterator[Sequence[MediaFile]]:
+    async def _here(self, client: str, media: Sequence[MediaFile]) -> AsyncIterator[Sequence[MediaFile]]:
         """Give files that are here. Those that have an address are fetched, and only some requests hold such files."""
         if not any(file.address for file in media):
             yield media
             return
-        async with self._fetching:
+        async with self._fetching.turn(client, 0):
             yield await self._fetcher.all_here(media)
 
     async def _count(self, client: str, files: Sequence[MediaFile]) -> int:

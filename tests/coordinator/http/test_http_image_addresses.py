@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from relayline.coordinator.http.replies import media
+from relayline.coordinator.http.replies.media import Media
+from relayline.coordinator.media.parts import MediaFile, Takes, take_media
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
-from tests.coordinator.http.test_http_images import PNG, FakeEncoder, post
-from tests.support.http_support import FakeGenerator, serving
+from tests.coordinator.http.test_http_images import N_ROWS, PNG, FakeEncoder, post
+from tests.support.http_support import WAIT_S, FakeGenerator, serving
 
 HERE = ("127.0.0.1",)
 
@@ -24,15 +28,17 @@ def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @contextlib.asynccontextmanager
 async def pictures() -> AsyncIterator[str]:
-    """Serve any picture by its name, but for `gone`."""
+    """Serve any picture by its name, but for `gone`; `slow` never comes."""
 
     async def answer(request: web.Request) -> web.Response:
         name = request.match_info["name"]
+        if name == "slow":
+            await asyncio.Event().wait()
         return web.Response(status=404) if name == "gone" else web.Response(body=PNG + name.encode())
 
     app = web.Application()
     app.router.add_get("/{name}", answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
@@ -78,6 +84,26 @@ async def test_an_address_is_as_good_as_the_image_itself(
     assert f"{url}/gone: its server answered 404" in gone["error"]["message"]
     assert place in gone["error"]["message"]
     assert "this server fetches none from 10.0.0.1" in elsewhere["error"]["message"]
+
+
+async def test_one_clients_slow_hosts_keep_no_other_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "MEDIA_FETCHING_MAX", 2)
+    async with pictures() as url:
+        here = Media(FakeEncoder(), HERE)
+        slow = [asyncio.create_task(here.count("one", asked(f"{url}/slow"))) for _ in range(4)]
+        async with asyncio.timeout(WAIT_S):
+            assert await here.count("another", asked(f"{url}/1")) == N_ROWS + 2
+        assert not any(task.done() for task in slow)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        async with asyncio.timeout(WAIT_S):
+            assert await here.count("one", asked(f"{url}/2")) == N_ROWS + 2, "a request that was given up holds a place"
+        await here.close()
+
+
+def asked(address: str) -> list[MediaFile]:
+    return take_media(chat(address)["messages"], Takes(images=True), HERE).media
 
 
 async def test_an_image_at_an_address_is_counted(tokenizer: Tokenizer) -> None:

@@ -8,25 +8,28 @@ address. It is connected to by the very address that was looked at: a second ans
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
+import threading
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from relayline.coordinator.media.addresses import host_of, url_of
 from relayline.coordinator.media.parts import MediaFile, fetched_file
 from relayline.wire.common.bounds import MEDIA_BYTES_MAX, MEDIA_FETCH_S, MEDIA_FETCHED_BYTES_MAX, MEDIA_REDIRECTS_MAX
-from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.errors import InternalError, InvalidRequestError, RelaylineError
 from relayline.wire.common.texts import printable
 from relayline.wire.settings.media_hosts import is_named, is_public, may_be_asked
 
 _HEADERS = {"User-Agent": "relayline", "Accept": "image/*, audio/*", "Accept-Encoding": "identity"}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SHOWN_CHARS = 120  # of an address, in an error
+LookUp: TypeAlias = "asyncio.Future[list[ResolveResult]]"
 
 
 class Fetcher:
@@ -35,30 +38,27 @@ class Fetcher:
     def __init__(self, hosts: Sequence[str], fetch_s: float = MEDIA_FETCH_S) -> None:
         """`hosts`: the list of `--media-hosts`; `fetch_s`: for one file, all redirects together."""
         self._hosts, self._fetch_s = tuple(hosts), fetch_s
-        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
-    async def all_here(self, files: Sequence[MediaFile]) -> list[MediaFile]:
+    async def all_here(self, files: Sequence[MediaFile], look_ups: set[LookUp]) -> list[MediaFile]:
         """Return the files of a request, those that have an address fetched.
 
-        Raises InvalidRequestError, of the file's place, where one cannot be had.
+        `look_ups` gets the look-ups of names that begin: some may end later than the request that began them.
+
+        Raises InvalidRequestError, of the file's place, where one cannot be had; InternalError while this closes.
         """
-        if not any(file.address for file in files):
-            return list(files)
-        budget = _Budget()
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self._settled(file, budget)) for file in files]
-        found = [task.result() for task in asked]
+        budget = _Budget(look_ups)
+        found = await asyncio.gather(*(self._settled(file, budget) for file in files))
         for each in found:
-            if isinstance(each, InvalidRequestError):
+            if isinstance(each, RelaylineError):
                 raise each
         return [each for each in found if isinstance(each, MediaFile)]
 
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+    def close(self) -> None:
+        """Begin no further files."""
+        self._is_closed = True
 
-    async def _settled(self, file: MediaFile, budget: _Budget) -> MediaFile | InvalidRequestError:
+    async def _settled(self, file: MediaFile, budget: _Budget) -> MediaFile | RelaylineError:
         """Return a file, or its error: so one that fails does not end the others in the middle of a connection."""
         if not file.address:
             return file
@@ -68,6 +68,8 @@ class Fetcher:
             return await asyncio.to_thread(fetched_file, file, data)
         except InvalidRequestError as error:
             return InvalidRequestError.of_field(file.param, error.message)
+        except RelaylineError as error:
+            return error
         except TimeoutError:
             problem = f"it did not come within {self._fetch_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -78,9 +80,11 @@ class Fetcher:
     async def _fetched(self, url: URL | None, address: str, budget: _Budget) -> bytes:
         """Return the bytes at an address, which is also given as it was said."""
         for _ in range(1 + MEDIA_REDIRECTS_MAX):
+            if self._is_closed:
+                raise InternalError("the coordinator is closing")
             if url is None or not may_be_asked(host_of(url), self._hosts):
                 raise InvalidRequestError(f"{_shown(address)}: this server does not fetch from there")
-            async with self._client().get(url, allow_redirects=False) as response:
+            async with self._client(budget) as client, client.get(url, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "Location" in response.headers:
                     address = str(url.join(URL(response.headers["Location"])))
                     url = url_of(address)
@@ -90,24 +94,22 @@ class Fetcher:
                 return await _read(response, budget)
         raise InvalidRequestError(f"{_shown(address)}: more than {MEDIA_REDIRECTS_MAX} redirects")
 
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(resolver=_Resolver(self._hosts), use_dns_cache=False, limit_per_host=8)
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                headers=_HEADERS,
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
-        return self._session
+    def _client(self, budget: _Budget) -> aiohttp.ClientSession:
+        """Return a client for one address: requests share no connections, nor lines for them."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(resolver=_Resolver(self._hosts, budget.look_ups), use_dns_cache=False),
+            headers=_HEADERS,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
 
 
 class _Budget:
-    """The bytes that the files of one request may still have."""
+    """The bytes that the files of one request may still have, and its look-ups of names."""
 
-    def __init__(self) -> None:
-        self.left_bytes = MEDIA_FETCHED_BYTES_MAX
+    def __init__(self, look_ups: set[LookUp]) -> None:
+        self.left_bytes, self.look_ups = MEDIA_FETCHED_BYTES_MAX, look_ups
 
     def take(self, n_bytes: int) -> None:
         self.left_bytes -= n_bytes
@@ -129,23 +131,60 @@ async def _read(response: aiohttp.ClientResponse, budget: _Budget) -> bytes:
 class _Resolver(AbstractResolver):
     """Looks names up, and leaves out addresses that are not public unless the list names the host."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
-        self._inner = ThreadedResolver()
+    def __init__(self, hosts: Sequence[str], look_ups: set[LookUp]) -> None:
+        self._hosts, self._look_ups = hosts, look_ups
 
     async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await self._inner.resolve(host, port, family)
-        if is_named(host.lower().rstrip("."), self._hosts):
-            return found
-        public = [each for each in found if is_public(each["host"])]
-        if not public:
+        found = await asyncio.shield(self._begin(host, port, family))
+        if not is_named(host.lower().rstrip("."), self._hosts):
+            found = [each for each in found if is_public(each["host"])]
+        if not found:
             raise OSError(errno.EHOSTUNREACH, "its host has no public address")
-        return public
+        return found
+
+    def _begin(self, host: str, port: int, family: socket.AddressFamily) -> LookUp:
+        """Look a name up in a thread for this alone.
+
+        A name server that does not answer may hold it for a minute, and nothing can end it. In a loop's own threads,
+        which are few, it would keep other look-ups waiting, and the end of the process.
+        """
+        loop = asyncio.get_running_loop()
+        look_up: LookUp = loop.create_future()
+        self._look_ups.add(look_up)
+
+        def settle(found: list[ResolveResult] | OSError) -> None:
+            if isinstance(found, OSError):
+                look_up.set_exception(found)
+                look_up.exception()  # perhaps nobody waits for it any more
+            else:
+                look_up.set_result(found)
+
+        def work() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, _looked_up(host, port, family))
+
+        threading.Thread(target=work, name="look-up", daemon=True).start()
+        return look_up
 
     async def close(self) -> None:
-        await self._inner.close()
+        """Nothing is kept."""
+
+
+def _looked_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult] | OSError:
+    """Return the addresses of a host, or the error. Blocks."""
+    try:
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, 0, socket.AI_ADDRCONFIG)
+    except OSError as error:
+        return error
+    except UnicodeError:
+        return OSError(errno.EINVAL, "its host is no name")
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return [
+        ResolveResult(hostname=host, host=str(place[0]), port=int(place[1]), family=kind, proto=proto, flags=flags)
+        for kind, _, proto, _, place in found
+    ]
 
 
 def _shown(address: str) -> str:

@@ -111,7 +111,7 @@ class Projector:
                 silence = np.zeros(mtmd.mtmd_get_audio_sample_rate(self._context), np.float32)
                 pointer = silence.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
                 self._segments_of(mtmd.mtmd_bitmap_init_from_audio(len(silence), pointer))
-        except InternalError as error:
+        except (InternalError, InvalidRequestError) as error:
             raise UsageError(f"--mmproj {path}: {error.message}") from None
 
     def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
@@ -172,7 +172,7 @@ class Projector:
 
     @contextmanager
     def _tokenized(self, bitmap: Any) -> Iterator[Any]:
-        """Give the chunks that a bitmap becomes, and free both."""
+        """Give the chunks that a bitmap becomes, and free both. Raises InvalidRequestError for one of an odd size."""
         mtmd = self._mtmd
         chunks = mtmd.mtmd_input_chunks_init()
         try:
@@ -181,7 +181,7 @@ class Projector:
             if mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(text), bitmaps, 1):
                 size = f"{mtmd.mtmd_bitmap_get_nx(bitmap)} x {mtmd.mtmd_bitmap_get_ny(bitmap)}"
                 what = "audio of {} samples" if mtmd.mtmd_bitmap_is_audio(bitmap) else "an image of {} pixels"
-                raise InternalError(f"llama.cpp cannot cut {what.format(size)}: {self._errors.reason()}")
+                raise InvalidRequestError(f"llama.cpp cannot cut {what.format(size)}: {self._errors.reason()}")
             yield chunks
         finally:
             mtmd.mtmd_input_chunks_free(chunks)

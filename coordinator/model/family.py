@@ -140,8 +140,9 @@ def _none_needed(_: Metadata) -> Needed:
 # Further inputs that each layer takes for each token, besides the row: stage 0 computes those of all layers and sends
 # them on.
 LAYER_INPUT_WIDTH = "embedding_length_per_layer_input"
-# Layers at the beginning that look their experts up by token id.
+# Layers at the beginning that add features of an image to their rows.
 DEEPSTACK_LAYERS = "n_deepstack_layers"
+# Layers at the beginning that look their experts up by token id.
 HASH_LAYERS = "hash_layer_count"
 # Layers of a block. What enters a block's first layer enters every later layer, too.
 BLOCK_LAYERS = "attn_res.block_size"

@@ -161,15 +161,17 @@ def check_projector(path: Path, pipeline: PipelineFile, *, axes: bool = True) ->
     """Return what a projector encodes. Raises UsageError, which says why, for a file that is not served with the
     pipeline; ModelFileError if it is not a GGUF file. `axes`: see `has_axes`.
     """
-    return check_belongs(path, pipeline.architecture, pipeline.n_embd, pipeline.deepstack_layers, axes=axes)
+    width, n_layers = pipeline.n_embd, pipeline.deepstack_layers
+    return check_belongs(path, pipeline.architecture, width, n_layers, axes=axes, is_split=True)
 
 
 def check_belongs(
-    path: Path, architecture: str, n_embd: int, deepstack_layers: int, *, axes: bool = True
+    path: Path, architecture: str, n_embd: int, deepstack_layers: int, *, axes: bool = True, is_split: bool = False
 ) -> ProjectorFile:
     """Return what a projector encodes. Raises as `check_projector`.
 
     `architecture`, `n_embd`, the values of a row, and `deepstack_layers` are the model's, and so are its `axes`.
+    `is_split`: they are those of a split, which an earlier version may have made.
     """
     found = read_projector(path)
     for name, kind in found.kinds.items():
@@ -185,7 +187,7 @@ def check_belongs(
         raise UsageError(f"--mmproj {path}: {text}")
     if found.deepstack_layers != deepstack_layers:
         text = f"it has features of images for {found.deepstack_layers} layers, but the model takes {deepstack_layers}"
-        reason = "it belongs to another model" + ("" if deepstack_layers else _OLD_SPLIT)
+        reason = "it belongs to another model" + (_OLD_SPLIT if is_split and not deepstack_layers else "")
         raise UsageError(f"--mmproj {path}: {text}: {reason}")
     return found
 

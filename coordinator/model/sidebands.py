@@ -49,8 +49,8 @@ class Sidebands:
 
     @property
     def exist(self) -> bool:
-        """Whether a stage has to know of any."""
-        return bool(self.layer_inputs or self.hash_layers or self.deepstack_layers or self.block_layers)
+        """Whether stages have to know of any; of deepstack layers, stage 0 alone has."""
+        return bool(self.layer_inputs or self.hash_layers or self.block_layers)
 
     def values_into(self, layer: int) -> int:
         """Return the number of sideband values of a row that enters a layer; for stage 0, of the values looked up."""

@@ -132,13 +132,13 @@ class _Planner:
     n_stages: int
     has_words: bool = True
 
-    def identity(self) -> list[bytes]:
-        """Return the entries that every artifact carries."""
+    def identity(self, *, is_first: bool = False) -> list[bytes]:
+        """Return the entries that every artifact carries; `is_first`: it is that of stage 0."""
         is_plain = not self.facts.windows and not self.family.scales_rows
         version = INSIDE_VERSION if self.family.enters_inside else ARTIFACT_VERSION if is_plain else WINDOWED_VERSION
         version = SIDEBANDS_VERSION if self.facts.sidebands.exist else version
         version = BLOCKS_VERSION if self.facts.sidebands.block_layers else version
-        version = DEEPSTACK_VERSION if self.facts.sidebands.deepstack_layers else version
+        version = DEEPSTACK_VERSION if is_first and self.facts.sidebands.deepstack_layers else version
         return [
             encode_entry("relayline.version", U32, version),
             encode_entry("relayline.source_sha256", STRING_TYPE, self.source_key),
@@ -162,7 +162,7 @@ class _Planner:
         tensors = (*outside, *self.blocks(start, end))
         entries = [
             *self.entries(start, end, is_last),
-            *self.identity(),
+            *self.identity(is_first=index == 0),
             encode_entry("relayline.stage_index", U32, index),
             encode_entry("relayline.layer_start", U32, start),
             encode_entry("relayline.layer_end", U32, end),

@@ -42,8 +42,8 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
     from relayline.stage.speed.calibrate import fresh_curves
     from relayline.stage.speed.device_turn import alone_on
 
-    open_unverified(artifact)
-    settings = from_parameters(EngineSettings, given).resolved()
+    architecture = open_unverified(artifact).architecture
+    settings = from_parameters(EngineSettings, given).of_architecture(architecture).resolved()
     layout, max_rows = settings.kv_layout, settings.max_rows
     config = EngineConfig(
         artifact_path=artifact,

@@ -65,6 +65,7 @@ def kept_state(path: Path | None, base: Path) -> PoolState | None:
         log.warning("%s holds no moved layers: %s", path, error)
         return None
     if kept.base != load_pipeline(base, stages_here=False).pipeline_id:
+        log.warning("%s is about another split of the model; its moved layers are not taken up", path)
         return None
     return PoolState(kept.cuts, kept.stages, kept.drained, kept.added, kept.added_spares)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 from typing import Any
 
 from llama_cpp import llama_cpp as llama
@@ -20,6 +21,8 @@ from relayline.wire.common.kv_layout import (
 )
 from relayline.wire.settings import table
 from relayline.wire.settings.table import EngineSettings
+
+log = logging.getLogger("relayline.stage")
 
 KV_TYPES: dict[str, int] = {name: getattr(llama, f"GGML_TYPE_{name.upper()}") for name in table.KV_TYPES}
 FLASH_ATTN: dict[str, int] = {
@@ -65,7 +68,11 @@ def lay_out(
         layout, kv_type=settings.kv_type, gpu_layers=settings.gpu_layers, score_bytes=score_bytes,
         reads_own_cells=ggml.attends_own_cells(n_rows=1, n_heads=n_heads, n_kv_heads=n_heads),
     )  # fmt: skip
-    scored = scored and _architecture_of(model) not in CHOOSING_ARCHITECTURES
+    architecture = _architecture_of(model)
+    scored = scored and architecture not in CHOOSING_ARCHITECTURES
+    if layout == "unified" and architecture in CHOOSING_ARCHITECTURES:
+        text = "with shared KV cells %s attends to all tokens, not to those its layers choose; use --kv-layout auto"
+        log.warning(text, architecture)
     params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]
 
 

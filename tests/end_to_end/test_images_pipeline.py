@@ -353,6 +353,15 @@ async def test_steps_too_small_for_an_image_that_is_one_step_are_refused_by_name
     assert_as_whole(model, text, "text is served")
 
 
+@pytest.mark.parametrize("model", ["idefics3"], indirect=True)
+async def test_an_image_of_a_size_that_the_encoder_does_not_take_is_the_clients_mistake(model: Model) -> None:
+    async with chats(model) as client:
+        body = {"messages": [{"role": "user", "content": content("see", picture(1, size=(300, 7)))}]}
+        refusal = await client.post("/v1/chat/completions", body, 400)
+    assert "llama.cpp cannot cut an image of 300 x 7 pixels" in refusal["error"]["message"]
+    assert refusal["error"]["param"] == "messages[0].content[1].image_url"
+
+
 @one_kind
 async def test_other_dialects_and_counts(model: Model) -> None:
     file = picture(8)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 PUBLIC = "*"  # any host with a public address
 MEDIA_HOSTS_MAX = 64
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAME = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9_.-]{0,250}[a-z0-9])?\.?")
 
 
@@ -43,9 +44,11 @@ def is_public(text: str) -> bool:
     """Whether an IP address belongs to the internet, and not to a host, a local network or a group."""
     address = _address_of(text)
     if isinstance(address, ipaddress.IPv6Address):
-        if address.sixtofour or address.teredo:  # tunnels to an address of the other kind
+        mapped = address.ipv4_mapped
+        # Other ranges, and tunnels, may lead to an address of the other kind in a local network.
+        if mapped is None and (address not in _GLOBAL_UNICAST or address.sixtofour or address.teredo):
             return False
-        address = address.ipv4_mapped or address
+        address = mapped or address
     return address is not None and address.is_global and not address.is_multicast
 
 
@@ -55,7 +58,9 @@ def _is_number(host: str) -> bool:
 
 
 def _matches(host: str, name: str) -> bool:
-    return host.endswith(name[1:]) if name.startswith("*.") else host == name
+    if name.startswith("*."):
+        return host.endswith(name[1:])
+    return host == name or ((address := _address_of(name)) is not None and address == _address_of(host))
 
 
 def _address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -11,10 +11,10 @@ from relayline.coordinator.http.workers.fair_line import Ticket
 from relayline.coordinator.http.workers.turns import Turns
 from relayline.coordinator.media.encoded import Encoded, EncodedMedia, Filled, n_tokens_of, put_in
 from relayline.coordinator.media.encoder import Encoder
-from relayline.coordinator.media.fetching import Fetcher
+from relayline.coordinator.media.fetching import Fetcher, LookUp
 from relayline.coordinator.media.parts import MediaFile
 from relayline.coordinator.media.segments import Segment, n_rows_in
-from relayline.wire.common.bounds import MEDIA_FETCHING_MAX, MEDIA_PER_REQUEST_MAX
+from relayline.wire.common.bounds import MEDIA_FETCHING_MAX, MEDIA_PER_REQUEST_MAX, MEDIA_ROWS_BYTES_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
 
@@ -49,13 +49,14 @@ class Media:
             n_tokens = len(tokens) - len(files) + await self._count(client, files)
             if n_tokens > ctx_tokens:
                 raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
+            self._check_rows([await self._layout(client, file) for file in files])
             encoded = [await self._one(client, file) for file in files]
         return put_in(tokens, encoded)
 
     async def close(self) -> None:
         """End the process that encodes, and connections to other hosts."""
         self._encoder.close()
-        await self._fetcher.close()
+        self._fetcher.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._thread.shutdown(wait=False)
 
@@ -65,8 +66,26 @@ class Media:
         if not any(file.address for file in media):
             yield media
             return
-        async with self._fetching.turn(client, 0):
-            yield await self._fetcher.all_here(media)
+        ticket = await self._fetching.enter(client, 0)
+        look_ups: set[LookUp] = set()
+        try:
+            yield await self._fetcher.all_here(media, look_ups)
+        finally:
+            self._leave(ticket, [each for each in look_ups if not each.done()])
+
+    def _leave(self, ticket: Ticket, look_ups: list[LookUp]) -> None:
+        """Give a place back once the look-ups that a request began are over: so one client cannot pile them up."""
+        if not look_ups:
+            self._fetching.leave(ticket)
+            return
+        look_ups.pop().add_done_callback(lambda _: self._leave(ticket, [each for each in look_ups if not each.done()]))
+
+    def _check_rows(self, layouts: Sequence[Sequence[Segment]]) -> None:
+        """Raise InvalidRequestError where the rows of one request are more than all requests may hold."""
+        n_bytes = self._row_bytes * sum(n_rows_in(each) for segments in layouts for each in segments)
+        if n_bytes > MEDIA_ROWS_BYTES_MAX:
+            text = f"its images and audio have {n_bytes} bytes of rows, and {MEDIA_ROWS_BYTES_MAX} are taken"
+            raise InvalidRequestError.of_field("messages", f"{text}; send fewer, or serve with --image-max-tokens")
 
     async def _count(self, client: str, files: Sequence[MediaFile]) -> int:
         return sum([n_tokens_of(await self._layout(client, file)) for file in files])

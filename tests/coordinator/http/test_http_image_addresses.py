@@ -15,6 +15,7 @@ from relayline.coordinator.http.replies.media import Media
 from relayline.coordinator.media.parts import MediaFile, Takes, take_media
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.common.errors import InvalidRequestError
 from tests.coordinator.http.test_http_images import N_ROWS, PNG, FakeEncoder, post
 from tests.support.http_support import WAIT_S, FakeGenerator, serving
 
@@ -104,6 +105,20 @@ async def test_one_clients_slow_hosts_keep_no_other_client_out(monkeypatch: pyte
 
 def asked(address: str) -> list[MediaFile]:
     return take_media(chat(address)["messages"], Takes(images=True), HERE).media
+
+
+async def test_a_request_that_could_never_fit_is_refused_before_anything_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(media, "MEDIA_ROWS_BYTES_MAX", 2 * 4 * 4 * N_ROWS - 1)  # f32 rows of four values
+    encoder = FakeEncoder()
+    async with pictures() as url:
+        here = Media(encoder, HERE)
+        files = [*asked(f"{url}/1"), *asked(f"{url}/2")]
+        with pytest.raises(InvalidRequestError, match="192 bytes of rows, and 191 are taken; send fewer"):
+            await here.fill("one", [-1, -2], files, 1_000)
+        assert all(rows_max == 0 for _, rows_max in encoder.asked), "it was encoded for nothing"
+        await here.close()
 
 
 async def test_an_image_at_an_address_is_counted(tokenizer: Tokenizer) -> None:

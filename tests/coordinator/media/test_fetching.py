@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import socket
+import threading
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from relayline.coordinator.media import fetching
-from relayline.coordinator.media.fetching import Fetcher
+from relayline.coordinator.media.fetching import Fetcher, LookUp
 from relayline.coordinator.media.parts import MediaFile, Takes, take_media
 from relayline.wire.common.bounds import MEDIA_ADDRESS_CHARS_MAX, MEDIA_BYTES_MAX
-from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.errors import InternalError, InvalidRequestError
 
 PNG = b"\x89PNG\r\n\x1a\n and more"
 WAV = b"RIFF\x00\x00\x00\x00WAVEfmt "
 HERE = ("127.0.0.1",)
+WAIT_S = 30.0
 BOTH = Takes(images=True, audio=True)
 
 
@@ -68,7 +72,7 @@ async def site() -> AsyncIterator[tuple[Site, str]]:
 
 def at(*addresses: str, kind: str = "image_url") -> list[MediaFile]:
     parts = [{"type": kind, kind: {"url": address}} for address in addresses]
-    hosts = ("*", *HERE, "localhost")
+    hosts = ("*", *HERE, "localhost", "*.example")
     return take_media([{"role": "user", "content": parts}], BOTH, hosts).media
 
 
@@ -76,9 +80,9 @@ async def refusal(files: Sequence[MediaFile], hosts: Sequence[str] = HERE, fetch
     fetcher = Fetcher(hosts, fetch_s)
     try:
         with pytest.raises(InvalidRequestError) as caught:
-            await fetcher.all_here(files)
+            await fetcher.all_here(files, set())
     finally:
-        await fetcher.close()
+        fetcher.close()
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -88,10 +92,10 @@ async def test_files_are_fetched_in_their_order_and_others_stay_as_they_are() ->
     async with site() as (served, url):
         fetcher = Fetcher(HERE)
         asked = [*at(f"{url}/png"), own, *at(f"{url}/wav", kind="audio_url"), *at(f"{url}/to=/png")]
-        found = await fetcher.all_here(asked)
-        again = await fetcher.all_here(at(f"{url}/png"))
-        assert await fetcher.all_here([own]) == [own]
-        await fetcher.close()
+        found = await fetcher.all_here(asked, set())
+        again = await fetcher.all_here(at(f"{url}/png"), set())
+        assert await fetcher.all_here([own], set()) == [own]
+        fetcher.close()
     assert [each.data for each in (*found, *again)] == [PNG, b"own", WAV, PNG, PNG]
     assert found[0].sha256 == hashlib.sha256(PNG).digest()
     assert [each.is_audio for each in found] == [False, False, True, False]
@@ -146,10 +150,45 @@ async def test_a_name_that_the_list_does_not_say_must_have_a_public_address() ->
         message = await refusal(local, ("*",))
         assert not served.asked
         fetcher = Fetcher(("localhost",))
-        found = await fetcher.all_here(local)
-        await fetcher.close()
+        found = await fetcher.all_here(local, set())
+        fetcher.close()
     assert message.endswith("it cannot be fetched: its host has no public address")
     assert found[0].data == PNG
+
+
+async def test_a_name_server_that_does_not_answer_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer, look_up = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *rest: Any) -> Any:
+        if host.endswith(".example"):
+            assert may_answer.wait(WAIT_S)
+            raise socket.gaierror(socket.EAI_NONAME, "no such host")
+        return look_up(host, *rest)
+
+    monkeypatch.setattr(fetching.socket, "getaddrinfo", slow)
+    held: set[LookUp] = set()
+    async with site() as (_, url):
+        fetcher = Fetcher(("localhost", "*.example"), 0.05)
+        names = at(*[f"http://host{number}.example/png" for number in range(16)])
+        with pytest.raises(InvalidRequestError, match=r"it did not come within 0\.05 s"):
+            await fetcher.all_here(names, held)
+        quick = Fetcher(("localhost",))
+        found = await quick.all_here(at(url.replace("127.0.0.1", "localhost") + "/png"), set())
+    assert found[0].data == PNG
+    assert len(held) == 16
+    assert not any(each.done() for each in held)
+    may_answer.set()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.wait(held)
+
+
+async def test_a_closed_fetcher_begins_nothing() -> None:
+    async with site() as (served, url):
+        fetcher = Fetcher(HERE)
+        fetcher.close()
+        with pytest.raises(InternalError, match="the coordinator is closing"):
+            await fetcher.all_here(at(f"{url}/png"), set())
+    assert not served.asked
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def test_the_first_stage_takes_features_of_images(name: str, n_layers: int, tmp_
     stages = stages_of(path, (4,))
     assert [stage.value(f"{name}.n_deepstack_layers") for stage in stages] == [n_layers, 0]
     assert [stage.value("relayline.rows.width_in") for stage in stages] == [N_EMBD * (1 + n_layers), None]
+    assert [stage.value("relayline.version") for stage in stages] == [6, 1], "earlier builds may run later stages"
     assert inspect_model(path).legal_cuts == tuple(range(n_layers + 1, 5))
     with pytest.raises(CutError, match=f"its first {n_layers} layers add features of images"):
         stages_of(path, (n_layers,))
@@ -208,6 +209,15 @@ def test_minimax_m3_stages_have_an_indexer(tmp_path: Path) -> None:
     assert inspect_model(model).legal_cuts == (3, 4, 5, 6)
     with pytest.raises(CutError, match="layers without an indexer only together with one that has"):
         split_model(model, tmp_path / "out", cuts=(2,))
+
+
+def test_minimax_m3_with_shared_cells_says_that_its_layers_do_not_choose(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    split_model(make_tiny("minimax-m3", tmp_path / "model.gguf"), tmp_path / "out", cuts=(4,))
+    for layout, is_said in (("per-lane", False), ("unified", True)):
+        NativeEngine(engine_config(tmp_path / "out" / "stage-0.gguf", 2, CTX, kv_layout=layout)).close()
+        assert ("attends to all tokens, not to those its layers choose" in caplog.text) is is_said
 
 
 def test_smallthinker_stages_do_not_have_four_layers(tmp_path: Path) -> None:

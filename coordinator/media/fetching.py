@@ -1,6 +1,6 @@
 """Images and audio that chats name by an address: fetched from the hosts that `--media-hosts` allows, and no others.
 
-An address that a client chose must not reach what the client itself cannot: this host, its network, a cloud's metadata.
+An address that a client chose must not reach what the client itself cannot: a local network, a cloud's metadata.
 So every address of a chain of redirects is held against the list, and a host that * alone allows must have a public IP
 address. It is connected to by the very address that was looked at: a second answer of its name server is not asked for.
 """

@@ -22,6 +22,7 @@ from relayline.deploy.launch.serving import for_each_stage
 from relayline.deploy.launch.survey import Neighbours, Planned, is_about, moved_plan_record, survey_and_plan
 from relayline.deploy.manifest.settings import open_context, value_at
 from relayline.deploy.planning.known_hosts import refine_hosts
+from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import run
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import port_of
@@ -57,12 +58,14 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     """Survey the hosts and plan, where the manifest leaves layers open and a plan is wanted; else do nothing.
 
     Changes manifest, context, split and ports in `given` to what came of it. Ends the command if it is stopped in the
-    meantime. Raises what `survey_and_plan` raises.
+    meantime. Raises what `survey_and_plan` raises, and UsageError for a model that is still on the hub.
     """
     manifest, plan_file = given["manifest"], given["plan_file"]
     if manifest is None or plan_file is None or given["join_listen"] is None or None not in manifest.fixed_cuts():
         return
-    assert manifest.model_path is not None
+    if manifest.model_path is None:
+        text = "--plan-file plans for a model that is here; `relayline pull` it, and name its file in spec.model.path"
+        raise UsageError(text)
     architecture = inspect_model(manifest.model_path).architecture
     join = coordinator_join(given, len(manifest.stages))
     config = for_each_stage(join, manifest, architecture, given_settings(given))

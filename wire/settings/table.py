@@ -196,7 +196,8 @@ class EngineSettings(Settings):
         "auto",
         """
     unified: lanes share all cells, and a step is one micro-batch. per-lane: each lane has its own cells, which is
-    faster on CPUs for long streams. auto: per-lane on a CPU for contexts from 1,024 tokens on, otherwise unified.""",
+    faster on CPUs for long streams. auto: what the model needs, otherwise per-lane on a CPU for contexts from 1,024
+    tokens on, and unified elsewhere.""",
         choices=KV_LAYOUTS,
         flag="--kv-layout",
         place="context.kvLayout",

@@ -41,9 +41,7 @@ class HttpLimits:
     model_aliases: tuple[str, ...] = ()  # further names of the model
     adapters: tuple[str, ...] = ()  # names of LoRA adapters, by which requests choose one; the first is choice 1
     lora: tuple[AdapterText, ...] = ()  # all LoRA adapters, those without names too
-    media_hosts: tuple[
-        str, ...
-    ] = ()  # from which images and audio of chats may be fetched, as `--media-hosts` has them
+    media_hosts: tuple[str, ...] = ()  # from which images and audio may be fetched, as `--media-hosts` has them
     any_model_name: bool = False  # answer to any model name, for clients with fixed names
     recommended: tuple[tuple[str, int | float], ...] = ()  # sampling options of requests that do not name them
 

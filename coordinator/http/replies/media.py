@@ -16,6 +16,7 @@ from relayline.coordinator.media.parts import MediaFile
 from relayline.coordinator.media.segments import Segment, n_rows_in
 from relayline.wire.common.bounds import MEDIA_FETCHING_MAX, MEDIA_PER_REQUEST_MAX, MEDIA_ROWS_BYTES_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from relayline.wire.common.units import bytes_text
 
 
 class Media:
@@ -37,7 +38,7 @@ class Media:
     async def count(self, client: str, media: Sequence[MediaFile]) -> int:
         """Return how many tokens of a prompt some files take. Raises InvalidRequestError."""
         async with self._here(client, media) as files:
-            return await self._count(client, files)
+            return sum(map(n_tokens_of, await self._layouts(client, files)))
 
     async def fill(self, client: str, tokens: Sequence[int], media: Sequence[MediaFile], ctx_tokens: int) -> Filled:
         """Return a prompt with its media in it; see `put_in` for the places of these.
@@ -46,10 +47,11 @@ class Media:
         cannot be read, OverloadedError where requests hold too many, InternalError where encoding fails.
         """
         async with self._here(client, media) as files:
-            n_tokens = len(tokens) - len(files) + await self._count(client, files)
+            layouts = await self._layouts(client, files)
+            n_tokens = len(tokens) - len(files) + sum(map(n_tokens_of, layouts))
             if n_tokens > ctx_tokens:
                 raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
-            self._check_rows([await self._layout(client, file) for file in files])
+            self._check_rows(layouts)
             encoded = [await self._one(client, file) for file in files]
         return put_in(tokens, encoded)
 
@@ -84,11 +86,12 @@ class Media:
         """Raise InvalidRequestError where the rows of one request are more than all requests may hold."""
         n_bytes = self._row_bytes * sum(n_rows_in(each) for segments in layouts for each in segments)
         if n_bytes > MEDIA_ROWS_BYTES_MAX:
-            text = f"its images and audio have {n_bytes} bytes of rows, and {MEDIA_ROWS_BYTES_MAX} are taken"
-            raise InvalidRequestError.of_field("messages", f"{text}; send fewer, or serve with --image-max-tokens")
+            text = f"its images and audio become rows of {bytes_text(n_bytes)}, and a request has at most"
+            remedy = "send fewer, or serve with a smaller --image-max-tokens"
+            raise InvalidRequestError.of_field("messages", f"{text} {bytes_text(MEDIA_ROWS_BYTES_MAX)}; {remedy}")
 
-    async def _count(self, client: str, files: Sequence[MediaFile]) -> int:
-        return sum([n_tokens_of(await self._layout(client, file)) for file in files])
+    async def _layouts(self, client: str, files: Sequence[MediaFile]) -> list[list[Segment]]:
+        return [await self._layout(client, file) for file in files]
 
     async def _layout(self, client: str, file: MediaFile) -> list[Segment]:
         if (found := self._encoded.layout(self._key(file))) is not None:

@@ -115,7 +115,7 @@ async def test_a_request_that_could_never_fit_is_refused_before_anything_is_enco
     async with pictures() as url:
         here = Media(encoder, HERE)
         files = [*asked(f"{url}/1"), *asked(f"{url}/2")]
-        with pytest.raises(InvalidRequestError, match="192 bytes of rows, and 191 are taken; send fewer"):
+        with pytest.raises(InvalidRequestError, match="become rows of 192 B, and a request has at most 191 B"):
             await here.fill("one", [-1, -2], files, 1_000)
         assert all(rows_max == 0 for _, rows_max in encoder.asked), "it was encoded for nothing"
         await here.close()

@@ -60,6 +60,21 @@ BAD_FILES = {
 }
 
 
+def test_layers_of_a_model_on_the_hub_are_not_planned(tmp_path: Path) -> None:
+    manifest = tmp_path / "hub.yaml"
+    manifest.write_text(MANIFEST.replace(f"path: {DEMO_MODEL}", "hf: hf://some/model/file.gguf"))
+    arguments = [
+        "--manifest",
+        str(manifest),
+        "--plan-file",
+        str(tmp_path / "plan.json"),
+        "--join-listen",
+        "127.0.0.1:0",
+    ]
+    with pytest.raises(UsageError, match="--plan-file plans for a model that is here"):
+        serve_command.main(arguments, standalone_mode=False)
+
+
 def began(*_: object, **__: object) -> NoReturn:
     pytest.fail("the work began before the refusal")
 

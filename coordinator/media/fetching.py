@@ -12,6 +12,7 @@ import contextlib
 import errno
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -21,10 +22,12 @@ from yarl import URL
 
 from relayline.coordinator.media.addresses import host_of, url_of
 from relayline.coordinator.media.parts import MediaFile, fetched_file
+from relayline.coordinator.sessions.media_record import FileRecord
 from relayline.wire.common.bounds import MEDIA_BYTES_MAX, MEDIA_FETCH_S, MEDIA_FETCHED_BYTES_MAX, MEDIA_REDIRECTS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, RelaylineError
 from relayline.wire.common.texts import printable
 from relayline.wire.settings.media_hosts import is_named, is_public, may_be_asked
+from relayline.wire.telemetry import names
 
 _HEADERS = {"User-Agent": "relayline", "Accept": "image/*, audio/*", "Accept-Encoding": "identity"}
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -40,15 +43,17 @@ class Fetcher:
         self._hosts, self._fetch_s = tuple(hosts), fetch_s
         self._is_closed = False
 
-    async def all_here(self, files: Sequence[MediaFile], look_ups: set[LookUp]) -> list[MediaFile]:
-        """Return the files of a request, those that have an address fetched.
+    async def all_here(
+        self, files: Sequence[MediaFile], look_ups: set[LookUp], seen: Sequence[FileRecord]
+    ) -> list[MediaFile]:
+        """Return the files of a request, those that have an address fetched. `seen`: the record of each.
 
         `look_ups` gets the look-ups of names that begin: some may end later than the request that began them.
 
         Raises InvalidRequestError, of the file's place, where one cannot be had; InternalError while this closes.
         """
         budget = _Budget(look_ups)
-        found = await asyncio.gather(*(self._settled(file, budget) for file in files))
+        found = await asyncio.gather(*(self._timed(*each, budget) for each in zip(files, seen, strict=True)))
         for each in found:
             if isinstance(each, RelaylineError):
                 raise each
@@ -58,10 +63,20 @@ class Fetcher:
         """Begin no further files."""
         self._is_closed = True
 
-    async def _settled(self, file: MediaFile, budget: _Budget) -> MediaFile | RelaylineError:
-        """Return a file, or its error: so one that fails does not end the others in the middle of a connection."""
+    async def _timed(self, file: MediaFile, seen: FileRecord, budget: _Budget) -> MediaFile | RelaylineError:
         if not file.address:
             return file
+        start_ns = time.monotonic_ns()
+        try:
+            found = await self._settled(file, budget)
+        finally:
+            seen.steps[names.SPAN_FETCH] = start_ns, time.monotonic_ns()
+        if isinstance(found, MediaFile):
+            seen.n_bytes = len(found.data)
+        return found
+
+    async def _settled(self, file: MediaFile, budget: _Budget) -> MediaFile | RelaylineError:
+        """Fetch a file. Returns its error: so one that fails does not end the others in the middle of a connection."""
         try:
             async with asyncio.timeout(self._fetch_s):
                 data = await self._fetched(url_of(file.address), file.address, budget)

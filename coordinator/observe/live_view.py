@@ -159,10 +159,12 @@ class LiveView:
             n_tokens = _number(described, "generated_tokens") - _number(before[1], "generated_tokens")
             rate = round(max(0, n_tokens) * 1e9 / max(1, now_ns - since_ns), 1)
         firsts = sorted(
-            stream.session.first_token_ns - stream.opened_ns
+            stream.ttft_ns
             for record in recent
             for stream in record.streams
-            if since_ns < stream.session.first_token_ns <= now_ns and not stream.is_shared
+            if stream.ttft_ns is not None
+            and since_ns < stream.session.first_token_ns <= now_ns
+            and not stream.is_shared
         )
         gaps = sorted(self._new_gaps(recent))
         capacity = _number(described, "lanes") * _number(described, "ctx_tokens")
@@ -292,7 +294,7 @@ def _times(stream: StreamRecord, now_ns: int) -> dict[str, object]:
     rate = (session.n_tokens - 1) * 1e9 / decoding_ns if first_ns and session.n_tokens > 1 and decoding_ns > 0 else None
     return {
         "queue_ms": _ms((session.started_ns or session.ended_ns or now_ns) - session.admitted_ns),
-        "ttft_ms": _ms(max(0, first_ns - stream.opened_ns)) if first_ns else None,
+        "ttft_ms": _ms(stream.ttft_ns) if stream.ttft_ns is not None else None,
         "tokens_per_s": None if rate is None else round(rate, 1),
     }
 

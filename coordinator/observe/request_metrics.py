@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
+from relayline.coordinator.observe.media_metrics import MediaMetrics
 from relayline.coordinator.sessions.request_log import SessionRecord, StreamRecord
 from relayline.wire.telemetry import names
 
@@ -74,11 +75,17 @@ class RequestMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # processor time, memory, open files: as every stage reports them
         self._model_name = model_name
-        self._ttft = self._histogram(names.METRIC_TTFT, "Time to first token", TTFT_BUCKETS)
+        self._ttft = self._histogram(
+            names.METRIC_TTFT, "Time to first token, with that for images and audio", TTFT_BUCKETS
+        )
         self._tokens = TokenGaps(model_name, GAP_BUCKETS)
         self.registry.register(self._tokens)
         self.token = self._tokens.token  # for every token
-        self._e2e = self._histogram(names.METRIC_E2E, "From admission to the last token", LATENCY_BUCKETS)
+        self._e2e = self._histogram(
+            names.METRIC_E2E,
+            "From admission, or the first work on images and audio, to the last token",
+            LATENCY_BUCKETS,
+        )
         self._queue = self._histogram(names.METRIC_QUEUE, "Time in the queue for a lane", LATENCY_BUCKETS)
         self._prefill = self._histogram(names.METRIC_PREFILL, "From the lane to the first token", LATENCY_BUCKETS)
         self._decode = self._histogram(names.METRIC_DECODE, "From the first token to the last", LATENCY_BUCKETS)
@@ -87,6 +94,7 @@ class RequestMetrics:
         self._prompt_tokens = self._counter(names.METRIC_PROMPT_TOKENS, "Prompt tokens of ended sessions")
         self._asked = self._counter(names.METRIC_PREFIX_QUERIES, "Prompt tokens looked up in the prefix cache")
         self._copied = self._counter(names.METRIC_PREFIX_HITS, "Prompt tokens taken from the prefix cache")
+        self.media = MediaMetrics(self.registry, model_name)
         self._drafts = self._counter(names.METRIC_DRAFTS, "Frames with draft tokens")
         self._draft_tokens = self._counter(names.METRIC_DRAFT_TOKENS, "Draft tokens sent to be verified")
         self.accepted = self._counter(names.METRIC_ACCEPTED_TOKENS, "Draft tokens that were accepted")
@@ -123,11 +131,10 @@ class RequestMetrics:
         reason = "stop" if reason == "tool_calls" else reason  # vLLM's dashboards know no other
         self._finished[reason if reason in self._finished else "error"].inc()
         session = stream.session
-        first_ns = max(session.first_token_ns, stream.opened_ns) if session.first_token_ns else 0
-        if first_ns and not session.is_embedding:
-            self._ttft.observe((first_ns - stream.opened_ns) * S)
+        if stream.ttft_ns is not None and not session.is_embedding:
+            self._ttft.observe(stream.ttft_ns * S)
         if reason in ("stop", "length"):
-            self._e2e.observe((stream.ended_ns - stream.opened_ns) * S)
+            self._e2e.observe((stream.ended_ns - stream.asked_ns) * S)
             self._prompt.observe(session.n_prompt)
             if not session.is_embedding:
                 self._generation.observe(stream.n_tokens)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from relayline.coordinator.observe.token_times import OF_STAGES, PARTS, Known, Parts, TokenTime, summed, token_times
 from relayline.coordinator.observe.tracing import session_text
+from relayline.coordinator.sessions.media_record import FileRecord
 from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StageRecord, StreamRecord
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -41,9 +42,26 @@ def view(
         "received_unix_ms": round((record.received_ns + record.unix_offset_ns) * MS),
         "duration_ms": _ms((record.ended_ns or now_ns) - record.received_ns),
         "tokenize_ms": _ms(record.tokenize_end_ns - record.tokenize_start_ns),
+        "media_ms": _ms((record.media.end_ns or now_ns) - record.media.start_ns) if record.media else None,
+        "media": [_file(file, record.received_ns) for file in record.media.files] if record.media else [],
         "grammar_ms": _ms(record.grammar_end_ns - record.grammar_start_ns),
         "prompt_tokens": record.n_prompt,
         "streams": [_stream(record, stream, responses, owners, now_ns, known) for stream in record.streams],
+    }
+
+
+def _file(file: FileRecord, zero_ns: int) -> dict[str, object]:
+    """Return one image or audio file; `steps` are the work on it that has ended."""
+    return {
+        "kind": file.kind,
+        "bytes": file.n_bytes,
+        "rows": file.n_rows,
+        "kept": file.is_kept,
+        "wait_ms": _ms(file.wait_ns),
+        "steps": [
+            {"step": name, "at_ms": _ms(start_ns - zero_ns), "took_ms": _ms(end_ns - start_ns)}
+            for name, (start_ns, end_ns) in file.steps.items()
+        ],
     }
 
 
@@ -75,7 +93,7 @@ def _stream(
         "queue_ms": _ms((session.started_ns or end_ns) - session.admitted_ns),
         "prefill_ms": _ms((first_ns or end_ns) - session.started_ns) if session.started_ns else None,
         "decode_ms": _ms((session.last_token_ns if session.ended_ns else now_ns) - token_ns) if token_ns else None,
-        "ttft_ms": _ms(max(0, token_ns - stream.opened_ns)) if token_ns else None,
+        "ttft_ms": _ms(stream.ttft_ns) if stream.ttft_ns is not None and not session.is_embedding else None,
         "itl_ms": _gaps(session),
         "chunks": [
             {

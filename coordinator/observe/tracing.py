@@ -2,6 +2,7 @@
 
     POST /v1/completions       SERVER, continues the caller's trace; the only one with gen_ai.*
       tokenize
+      media                    of a chat with images or audio; below it what each file took: fetch, count rows, encode
       grammar                  of an answer with a shape or tools
       queue                    per choice, from admission to a lane
       prefill                  per choice, to the first token; links to the seconds of passes that it was in
@@ -32,6 +33,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from relayline.coordinator.observe.time_sums import decode_sums
+from relayline.coordinator.sessions.media_record import MediaRecord
 from relayline.coordinator.sessions.request_log import (
     BAGGAGE_BYTES_MAX,
     EventRecord,
@@ -109,6 +111,8 @@ class Tracing:
             return
         if record.tokenize_end_ns:
             self._child(record, names.SPAN_TOKENIZE, record.tokenize_start_ns, record.tokenize_end_ns)
+        if record.media is not None:
+            self._media(record, record.media)
         if record.grammar_end_ns:
             self._child(record, names.SPAN_GRAMMAR, record.grammar_start_ns, record.grammar_end_ns)
         outcomes = [stream.outcome() for stream in record.streams]
@@ -135,6 +139,25 @@ class Tracing:
         span.end(record.ended_ns + record.unix_offset_ns)
         # The ring keeps the record; later spans need no more of this one than its context.
         record.span = trace.NonRecordingSpan(span.get_span_context())
+
+    def _media(self, record: RequestRecord, media: MediaRecord) -> None:
+        """Make the spans of images and audio. What was under way when the request ended has none of its own."""
+        sums: dict[str, AttributeValue] = {
+            names.ATTR_MEDIA_FILES: len(media.files),
+            names.ATTR_MEDIA_ROWS: sum(file.n_rows for file in media.files),
+            names.ATTR_MEDIA_KEPT: sum(file.is_kept for file in media.files),
+            names.ATTR_MEDIA_WAIT: media.wait_ns / S,
+        }
+        span = self._child(record, names.SPAN_MEDIA, media.start_ns, media.end_ns or record.ended_ns, sums)
+        for number, file in enumerate(media.files):
+            facts: dict[str, AttributeValue] = {
+                names.ATTR_MEDIA_FILE: number,
+                names.ATTR_MEDIA_KIND: file.kind,
+                names.ATTR_MEDIA_BYTES: file.n_bytes,
+                names.ATTR_MEDIA_ROWS: file.n_rows,
+            }
+            for name, (start_ns, end_ns) in file.steps.items():
+                self._child(record, name, start_ns, end_ns, facts, span.get_span_context())
 
     @staticmethod
     def _say_error(record: RequestRecord, span: Span) -> None:
@@ -351,8 +374,8 @@ def _session_attributes(session: SessionRecord) -> dict[str, AttributeValue]:
     if session.guesses.n_sent:
         found[names.ATTR_DRAFTED] = session.guesses.n_sent
         found[names.ATTR_ACCEPTED] = session.guesses.n_accepted
-    if session.first_token_ns:
-        found[names.ATTR_TTFT] = (session.first_token_ns - session.admitted_ns) / S
+    if session.origin is not None and session.origin.ttft_ns is not None:
+        found[names.ATTR_TTFT] = session.origin.ttft_ns / S
     if session.gaps.n:
         found[names.ATTR_ITL_MEAN] = session.gaps.mean_ns / S
         found[names.ATTR_ITL_P50] = session.gaps.p50_ns / S

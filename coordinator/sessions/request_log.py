@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from relayline.coordinator.sessions.media_record import MediaRecord
 from relayline.coordinator.sessions.tenants import ANYONE, Tenant
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.frames import TRACE_BYTES
@@ -231,6 +232,18 @@ class StreamRecord:
     span: Span | None = None  # of a joiner; the opener has the session's spans
     stop: Callable[[RelaylineError], None] | None = None  # ends it with an error; None once it has ended
 
+    @property
+    def asked_ns(self) -> int:
+        """When times that its client waits count from: admission, or earlier, where its images and audio came first."""
+        media = self.request.media if self.request is not None else None
+        return self.opened_ns if media is None else min(media.start_ns, self.opened_ns)
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Time to the first token; None while there is none. It is there already where a shared session has one."""
+        first_ns = self.session.first_token_ns
+        return max(first_ns, self.opened_ns) - self.asked_ns if first_ns else None
+
     def outcome(self) -> tuple[str, str]:
         """Return (finish reason, label of the error); both empty while it runs."""
         if self.finish_reason:
@@ -262,6 +275,7 @@ class RequestRecord:
     n_prompt: int = 0
     tokenize_start_ns: int = 0
     tokenize_end_ns: int = 0
+    media: MediaRecord | None = None  # of a request with images or audio, once it has been read
     grammar_start_ns: int = 0  # asked for; 0 where the request needs none
     grammar_end_ns: int = 0
     ended_ns: int = 0

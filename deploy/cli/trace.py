@@ -17,6 +17,7 @@ from relayline.deploy.cli.trace_times import in_ms, show_time, show_token
 from relayline.deploy.tables import NARROW_GAP, fitted, hung, width_of_terminal
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.texts import counted, plural
+from relayline.wire.common.units import bytes_text
 from relayline.wire.telemetry.names import EVENT_RESUMED
 
 ROWS_MAX = 24  # batches shown per stage unless --all: the first and the last of them
@@ -49,10 +50,11 @@ def trace_command(
 ) -> None:
     """Show the life of one request. REQUEST_ID is the answer's id, or its x-request-id header.
 
-    First this shows where the time of prefill and decode went: computing and queues of the stages, the ways between
-    them, the coordinator. Then follow the request's batches at every stage: the other requests in them, how long frames
-    waited, why the batch closed, and the step's time against the prediction. With --token it shows the way of one token
-    alone. It needs no tracing backend; the processes remember recent requests themselves.
+    First this shows what images and audio took, if there are any. Then it shows where the time of prefill and decode
+    went: computing and queues of the stages, the ways between them, the coordinator. Then follow the request's batches
+    at every stage: the other requests in them, how long frames waited, why the batch closed, and the step's time
+    against the prediction. With --token it shows the way of one token alone. It needs no tracing backend; the processes
+    remember recent requests themselves.
     """
     if (request_id is None) == (not last):
         raise UsageError("give either a REQUEST_ID or --last")
@@ -81,8 +83,24 @@ def show(console: Console, found: dict[str, Any], rows_max: int | None) -> None:
         f"x-request-id {escape(found['request_id'])}  model {escape(found['model'])}  "
         f"{counted(found['prompt_tokens'], 'prompt token')}  took {in_ms(found['duration_ms'])}{trace}",
     )
+    for line in _files_of(found.get("media", []), rows_max):
+        _say(console, line)
     for stream in found["streams"]:
         _show_stream(console, stream, found, rows_max)
+
+
+def _files_of(files: list[dict[str, Any]], rows_max: int | None) -> Iterator[str]:
+    """Yield a line for each image or audio file: its size, and the work on it."""
+    for file in _ends(files, rows_max):
+        if file is None:
+            yield "  ..."
+            continue
+        steps = [f"{step['step']} {in_ms(step['took_ms'])}" for step in file["steps"]]
+        kept = ["its rows were there from an earlier request"] if file["kept"] else []
+        wait = [f"waited {in_ms(file['wait_ms'])}"] if file["steps"] else []
+        facts = [bytes_text(file["bytes"])] if file["bytes"] else []
+        facts += [counted(file["rows"], "row")] if file["rows"] else []
+        yield "  ".join([f"  {file['kind']}", ", ".join(facts), *steps, *wait, *kept])
 
 
 def _say(console: Console, text: str) -> None:
@@ -95,6 +113,7 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         console.print(f"  shares the session of {escape(stream['shared_with'])}: the same request, computed once")
     phases = [
         ("tokenise", found["tokenize_ms"]),
+        ("media", found.get("media_ms")),  # a server of before images in traces does not say
         ("grammar", found.get("grammar_ms") or None),
         ("queue", stream["queue_ms"]),
         ("prefill", stream["prefill_ms"]),

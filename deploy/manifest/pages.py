@@ -19,6 +19,7 @@ from relayline.coordinator.gateway.router import Router
 from relayline.coordinator.observe.metrics import Described
 from relayline.coordinator.observe.request_metrics import RequestMetrics
 from relayline.coordinator.observe.usage import KeyUsage
+from relayline.coordinator.sessions.media_record import FileRecord, MediaRecord
 from relayline.deploy.manifest.gateway import GatewayManifest
 from relayline.deploy.manifest.schema import GATEWAY_SCHEMA_FILE, SCHEMA_FILE, schema_text
 from relayline.stage.observe import figures
@@ -72,6 +73,7 @@ At the address of its API. Those of a pipeline behind it are at `/pipelines/NAME
 METRICS_COLUMNS = ("name", "kind", "unit", "label", "meaning")
 UNITS = ("seconds", "bytes", "ratio")  # which names end with
 COLUMNS = ("flag", "variable", "manifest", "values", "default", "for", "meaning")
+EXAMPLE_MEDIA = MediaRecord(files=[FileRecord("image", steps={names.SPAN_ENCODE: (0, 1)})])
 EXAMPLE = {  # of GET /v1/pipeline: one of everything that has a metric
     "model": "", "running": 0, "waiting": 0, "lanes": 0, "epoch": 0, "shared_requests": 0,
     "plan": {"n_groups": 0, "group_rows": 0}, "overlap": {"1": 0.0}, "certificate_expires_unix_s": 0.0,
@@ -117,7 +119,9 @@ def metrics_text() -> str:
     ):
         ending = "_total" if kind == "counter" else ""
         rows += [(f"`{each.name}{ending}`", kind, _unit(each.name), each.label, each.help) for each in found]
-    coordinator = _families(Described(EXAMPLE), RequestMetrics("").registry)
+    requests = RequestMetrics("")
+    requests.media.ended(EXAMPLE_MEDIA)
+    coordinator = _families(Described(EXAMPLE), requests.registry)
     gateway = _families(gateway_metrics(Router([""])))
     parts = (METRICS_HEAD, _table(rows), COORDINATOR_HEAD, _metrics(coordinator), GATEWAY_HEAD, _metrics(gateway))
     return "\n".join(parts)

@@ -409,7 +409,9 @@ class Life {
     const { shown, trace } = this;
     const began = shown.admitted_at_ms;
     const grammared = began - (trace.grammar_ms || 0);
-    const parts = [["tokenise", Math.max(0, grammared - trace.tokenize_ms), grammared, "g7"], ["queue", began, began + shown.queue_ms, "g6"]];
+    const read = grammared - (trace.media_ms || 0);
+    const parts = [["tokenise", Math.max(0, read - trace.tokenize_ms), read, "g7"], ["queue", began, began + shown.queue_ms, "g6"]];
+    if (trace.media_ms) parts.push(["media", Math.max(0, read), grammared, "g4"]);
     if (trace.grammar_ms) parts.push(["grammar", Math.max(0, grammared), began, "g5"]);
     if (shown.prefill_ms !== null) parts.push(["prefill", began + shown.queue_ms, began + shown.queue_ms + shown.prefill_ms, "prompt"]);
     if (shown.decode_ms !== null) parts.push(["decode", began + shown.queue_ms + shown.prefill_ms, began + shown.queue_ms + shown.prefill_ms + shown.decode_ms, "g0"]);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from relayline.coordinator.http.workers.fair_line import Ticket
@@ -14,9 +15,11 @@ from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.media.fetching import Fetcher, LookUp
 from relayline.coordinator.media.parts import MediaFile
 from relayline.coordinator.media.segments import Segment, n_rows_in
+from relayline.coordinator.sessions.media_record import FileRecord, MediaRecord
 from relayline.wire.common.bounds import MEDIA_FETCHING_MAX, MEDIA_PER_REQUEST_MAX, MEDIA_ROWS_BYTES_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from relayline.wire.common.units import bytes_text
+from relayline.wire.telemetry import names
 
 
 class Media:
@@ -37,22 +40,33 @@ class Media:
 
     async def count(self, client: str, media: Sequence[MediaFile]) -> int:
         """Return how many tokens of a prompt some files take. Raises InvalidRequestError."""
-        async with self._here(client, media) as files:
-            return sum(map(n_tokens_of, await self._layouts(client, files)))
+        seen = [_record_of(file) for file in media]
+        async with self._here(client, media, seen) as files:
+            return sum(map(n_tokens_of, await self._layouts(client, files, seen)))
 
-    async def fill(self, client: str, tokens: Sequence[int], media: Sequence[MediaFile], ctx_tokens: int) -> Filled:
-        """Return a prompt with its media in it; see `put_in` for the places of these.
+    async def fill(
+        self,
+        client: str,
+        tokens: Sequence[int],
+        media: Sequence[MediaFile],
+        ctx_tokens: int,
+        record: MediaRecord | None = None,
+    ) -> Filled:
+        """Return a prompt with its media in it; see `put_in` for the places of these. `record` gets its files.
 
         Raises ContextLengthError before anything is encoded where it cannot fit, InvalidRequestError for a file that
         cannot be read, OverloadedError where requests hold too many, InternalError where encoding fails.
         """
-        async with self._here(client, media) as files:
-            layouts = await self._layouts(client, files)
+        seen = [_record_of(file) for file in media]
+        if record is not None:
+            record.files = seen
+        async with self._here(client, media, seen) as files:
+            layouts = await self._layouts(client, files, seen)
             n_tokens = len(tokens) - len(files) + sum(map(n_tokens_of, layouts))
             if n_tokens > ctx_tokens:
                 raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
             self._check_rows(layouts)
-            encoded = [await self._one(client, file) for file in files]
+            encoded = [await self._one(client, *each) for each in zip(files, seen, strict=True)]
         return put_in(tokens, encoded)
 
     async def close(self) -> None:
@@ -63,7 +77,9 @@ class Media:
         self._thread.shutdown(wait=False)
 
     @contextlib.asynccontextmanager
-    async def _here(self, client: str, media: Sequence[MediaFile]) -> AsyncIterator[Sequence[MediaFile]]:
+    async def _here(
+        self, client: str, media: Sequence[MediaFile], seen: Sequence[FileRecord]
+    ) -> AsyncIterator[Sequence[MediaFile]]:
         """Give files that are here. Those that have an address are fetched, and only some requests hold such files."""
         if not any(file.address for file in media):
             yield media
@@ -71,7 +87,7 @@ class Media:
         ticket = await self._fetching.enter(client, 0)
         look_ups: set[LookUp] = set()
         try:
-            yield await self._fetcher.all_here(media, look_ups)
+            yield await self._fetcher.all_here(media, look_ups, seen)
         finally:
             self._leave(ticket, [each for each in look_ups if not each.done()])
 
@@ -90,26 +106,32 @@ class Media:
             remedy = "send fewer, or serve with a smaller --image-max-tokens"
             raise InvalidRequestError.of_field("messages", f"{text} {bytes_text(MEDIA_ROWS_BYTES_MAX)}; {remedy}")
 
-    async def _layouts(self, client: str, files: Sequence[MediaFile]) -> list[list[Segment]]:
-        return [await self._layout(client, file) for file in files]
+    async def _layouts(
+        self, client: str, files: Sequence[MediaFile], seen: Sequence[FileRecord]
+    ) -> list[list[Segment]]:
+        layouts = [await self._layout(client, *each) for each in zip(files, seen, strict=True)]
+        for record, layout in zip(seen, layouts, strict=True):
+            record.n_rows = sum(map(n_rows_in, layout))
+        return layouts
 
-    async def _layout(self, client: str, file: MediaFile) -> list[Segment]:
+    async def _layout(self, client: str, file: MediaFile, seen: FileRecord) -> list[Segment]:
         if (found := self._encoded.layout(self._key(file))) is not None:
             return found
-        ticket = await self._turns.enter(client, len(file.data))
+        ticket = await self._turn(client, file, seen)
         if (found := self._encoded.layout(self._key(file))) is not None:  # counted for another in the meantime
             self._turns.leave(ticket)
             return found
-        await self._work(ticket, file, 0)
+        await self._work(ticket, file, 0, seen)
         found = self._encoded.layout(self._key(file))
         assert found is not None
         return found
 
-    async def _one(self, client: str, file: MediaFile) -> Encoded:
+    async def _one(self, client: str, file: MediaFile, seen: FileRecord) -> Encoded:
         if (found := self._encoded.get(self._key(file))) is not None:
+            seen.is_kept = True
             return found
-        n_rows = sum(n_rows_in(each) for each in await self._layout(client, file))
-        ticket = await self._turns.enter(client, len(file.data))
+        n_rows = sum(n_rows_in(each) for each in await self._layout(client, file, seen))
+        ticket = await self._turn(client, file, seen)
         try:
             found = self._encoded.get(self._key(file))  # perhaps encoded for another request in the meantime
             if found is None:
@@ -119,16 +141,25 @@ class Media:
             raise
         if found is not None:
             self._turns.leave(ticket)
+            seen.is_kept = True
             return found
-        encoded = await self._work(ticket, file, n_rows)
+        encoded = await self._work(ticket, file, n_rows, seen)
         assert encoded is not None
         return encoded
+
+    async def _turn(self, client: str, file: MediaFile, seen: FileRecord) -> Ticket:
+        asked_ns = time.monotonic_ns()
+        try:
+            return await self._turns.enter(client, len(file.data))
+        finally:
+            seen.wait_ns += time.monotonic_ns() - asked_ns
 
     def _key(self, file: MediaFile) -> bytes:
         return self._encoder.identity + file.sha256
 
-    async def _work(self, ticket: Ticket, file: MediaFile, rows_max: int) -> Encoded | None:
+    async def _work(self, ticket: Ticket, file: MediaFile, rows_max: int, seen: FileRecord) -> Encoded | None:
         """Count a file, or encode it. One whose client has gone keeps its turn until it is done."""
+        start_ns = time.monotonic_ns()
         task = asyncio.create_task(self._encode(ticket, file, rows_max))
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -136,6 +167,8 @@ class Media:
             return await asyncio.shield(task)
         except InvalidRequestError as error:
             raise InvalidRequestError.of_field(file.param, error.message) from None
+        finally:
+            seen.steps[names.SPAN_ENCODE if rows_max else names.SPAN_COUNT] = start_ns, time.monotonic_ns()
 
     async def _encode(self, ticket: Ticket, file: MediaFile, rows_max: int) -> Encoded | None:
         loop = asyncio.get_running_loop()
@@ -151,3 +184,7 @@ class Media:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # perhaps no request waits for it any more
+
+
+def _record_of(file: MediaFile) -> FileRecord:
+    return FileRecord("audio" if file.is_audio else "image", len(file.data))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -13,6 +15,7 @@ from relayline.coordinator.http.edge.record import OPERATIONS, RECORD
 from relayline.coordinator.http.replies.choice import Growth
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.sessions.media_record import MediaRecord
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.wire.telemetry import names
 
@@ -79,6 +82,19 @@ def note_grammar(request: web.Request, start_ns: int, end_ns: int) -> None:
     record = request.get(RECORD)
     if record is not None:
         record.grammar_start_ns, record.grammar_end_ns = start_ns, end_ns
+
+
+@contextlib.contextmanager
+def noted_media(observer: Observer, request: web.Request) -> Iterator[MediaRecord]:
+    """Give the record of a request's images and audio. It ends, and is counted, once they are in its prompt."""
+    found, record = MediaRecord(time.monotonic_ns()), request.get(RECORD)
+    if record is not None:
+        record.media = found
+    try:
+        yield found
+    finally:
+        found.end_ns = time.monotonic_ns()
+        observer.metrics.media.ended(found)
 
 
 def wants_content(observer: Observer, request: web.Request) -> bool:

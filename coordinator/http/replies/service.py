@@ -15,7 +15,7 @@ from relayline.coordinator.http.edge.clients import client_of
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.replies.choice import Speller
 from relayline.coordinator.http.replies.media import Media
-from relayline.coordinator.http.replies.observe import note_grammar, wants_content
+from relayline.coordinator.http.replies.observe import note_grammar, noted_media, wants_content
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.workers.body_pool import BodyPool, find_style
 from relayline.coordinator.http.workers.prepared import Asked, Prepared, PromptRoute, setting_of, unpacked
@@ -81,7 +81,8 @@ class Service:
         if not self.generator.ctx_tokens:
             self.generator.check_ready()  # encoding would be for nothing
         tokens, ctx_tokens = unpacked(prepared.prompts[0]), self.generator.ctx_tokens or CTX_TOKENS_MAX
-        filled = await self.media.fill(client_of(request), tokens, prepared.media, ctx_tokens)
+        with noted_media(self.observer, request) as record:
+            filled = await self.media.fill(client_of(request), tokens, prepared.media, ctx_tokens, record)
         prepared.prompts, prepared.media = [filled.tokens.tobytes()], []
         prepared.rows = filled.images
         return prepared

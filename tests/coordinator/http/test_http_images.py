@@ -11,13 +11,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.media.encoder import Encoder, Segment
 from relayline.coordinator.media.parts import Takes
+from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import InternalError, InvalidRequestError
+from relayline.wire.telemetry import names
 from tests.support.http_support import WAIT_S, FakeGenerator, Served, serving
 
 
@@ -96,6 +100,33 @@ async def test_rows_stand_in_the_prompt_and_each_image_is_encoded_once(tokenizer
     assert answer["prompt_token_ids"].count(-1) == 3 * N_ROWS
     assert models["data"][0]["architecture"]["input_modalities"] == ["text", "image"]
     assert props["modalities"]["vision"] is True
+
+
+async def test_a_trace_and_the_metrics_say_what_each_file_took(tokenizer: Tokenizer) -> None:
+    encoder, observer = FakeEncoder(), Observer()
+    control = TelemetryControl(observer, lambda: ())
+    async with serving(tokenizer, FakeGenerator(), encoder=encoder, control=control) as served:
+        await post(served, "/v1/chat/completions", chat(b"1"))
+        await post(served, "/v1/chat/completions", chat(b"1", b"2"))
+        found = await _get(served, "/v1/traces/last")
+        await post(served, "/v1/chat/completions", chat(b"broken"), 400)
+        refused = await _get(served, "/v1/traces/last")
+    families = {each.name: each for each in text_string_to_metric_families(observer.metrics.render().decode())}
+    kept, read = found["media"]
+    assert (kept["kept"], kept["rows"], kept["steps"]) == (True, N_ROWS, [])
+    assert (read["kept"], read["rows"], read["bytes"]) == (False, N_ROWS, len(PNG) + 1)
+    assert [step["step"] for step in read["steps"]] == [names.SPAN_COUNT, names.SPAN_ENCODE]
+    assert sum(step["took_ms"] for step in read["steps"]) <= found["media_ms"]
+    assert [step["step"] for step in refused["media"][0]["steps"]] == [names.SPAN_COUNT]
+    assert (refused["media"][0]["rows"], refused["media_ms"] is not None) == (0, True)
+    assert families[names.METRIC_MEDIA_QUERIES].samples[0].value == 4
+    assert families[names.METRIC_MEDIA_HITS].samples[0].value == 1
+    counts = {
+        (sample.labels[names.LABEL_STEP], sample.labels[names.LABEL_KIND]): sample.value
+        for sample in families[names.METRIC_MEDIA_SECONDS].samples
+        if sample.name.endswith("_count")
+    }
+    assert counts == {(names.SPAN_COUNT, "image"): 3, (names.SPAN_ENCODE, "image"): 2}
 
 
 async def test_equal_images_that_come_together_are_encoded_once_and_a_client_may_go(tokenizer: Tokenizer) -> None:

@@ -16,8 +16,10 @@ from aiohttp import web
 from relayline.coordinator.media import fetching
 from relayline.coordinator.media.fetching import Fetcher, LookUp
 from relayline.coordinator.media.parts import MediaFile, Takes, take_media
+from relayline.coordinator.sessions.media_record import FileRecord
 from relayline.wire.common.bounds import MEDIA_ADDRESS_CHARS_MAX, MEDIA_BYTES_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError
+from relayline.wire.telemetry import names
 
 PNG = b"\x89PNG\r\n\x1a\n and more"
 WAV = b"RIFF\x00\x00\x00\x00WAVEfmt "
@@ -76,11 +78,19 @@ def at(*addresses: str, kind: str = "image_url") -> list[MediaFile]:
     return take_media([{"role": "user", "content": parts}], BOTH, hosts).media
 
 
+async def here(fetcher: Fetcher, files: Sequence[MediaFile], look_ups: set[LookUp] | None = None) -> list[MediaFile]:
+    seen = [FileRecord("image") for _ in files]
+    try:
+        return await fetcher.all_here(files, set() if look_ups is None else look_ups, seen)
+    finally:
+        assert [list(each.steps) for each in seen] == [[names.SPAN_FETCH] if file.address else [] for file in files]
+
+
 async def refusal(files: Sequence[MediaFile], hosts: Sequence[str] = HERE, fetch_s: float = 30.0) -> str:
     fetcher = Fetcher(hosts, fetch_s)
     try:
         with pytest.raises(InvalidRequestError) as caught:
-            await fetcher.all_here(files, set())
+            await here(fetcher, files)
     finally:
         fetcher.close()
     assert "\n" not in caught.value.message
@@ -92,9 +102,9 @@ async def test_files_are_fetched_in_their_order_and_others_stay_as_they_are() ->
     async with site() as (served, url):
         fetcher = Fetcher(HERE)
         asked = [*at(f"{url}/png"), own, *at(f"{url}/wav", kind="audio_url"), *at(f"{url}/to=/png")]
-        found = await fetcher.all_here(asked, set())
-        again = await fetcher.all_here(at(f"{url}/png"), set())
-        assert await fetcher.all_here([own], set()) == [own]
+        found = await here(fetcher, asked)
+        again = await here(fetcher, at(f"{url}/png"))
+        assert await here(fetcher, [own]) == [own]
         fetcher.close()
     assert [each.data for each in (*found, *again)] == [PNG, b"own", WAV, PNG, PNG]
     assert found[0].sha256 == hashlib.sha256(PNG).digest()
@@ -150,7 +160,7 @@ async def test_a_name_that_the_list_does_not_say_must_have_a_public_address() ->
         message = await refusal(local, ("*",))
         assert not served.asked
         fetcher = Fetcher(("localhost",))
-        found = await fetcher.all_here(local, set())
+        found = await here(fetcher, local)
         fetcher.close()
     assert message.endswith("it cannot be fetched: its host has no public address")
     assert found[0].data == PNG
@@ -169,11 +179,11 @@ async def test_a_name_server_that_does_not_answer_keeps_nobody_else_waiting(monk
     held: set[LookUp] = set()
     async with site() as (_, url):
         fetcher = Fetcher(("localhost", "*.example"), 0.05)
-        names = at(*[f"http://host{number}.example/png" for number in range(16)])
+        many = at(*[f"http://host{number}.example/png" for number in range(16)])
         with pytest.raises(InvalidRequestError, match=r"it did not come within 0\.05 s"):
-            await fetcher.all_here(names, held)
+            await here(fetcher, many, held)
         quick = Fetcher(("localhost",))
-        found = await quick.all_here(at(url.replace("127.0.0.1", "localhost") + "/png"), set())
+        found = await here(quick, at(url.replace("127.0.0.1", "localhost") + "/png"))
     assert found[0].data == PNG
     assert len(held) == 16
     assert not any(each.done() for each in held)
@@ -187,7 +197,7 @@ async def test_a_closed_fetcher_begins_nothing() -> None:
         fetcher = Fetcher(HERE)
         fetcher.close()
         with pytest.raises(InternalError, match="the coordinator is closing"):
-            await fetcher.all_here(at(f"{url}/png"), set())
+            await here(fetcher, at(f"{url}/png"))
     assert not served.asked
 
 

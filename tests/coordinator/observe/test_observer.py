@@ -15,6 +15,7 @@ from relayline.coordinator.observe.observer import SUMMARY_WAIT_S, Observer
 from relayline.coordinator.observe.tracing import BAGGAGE_ENTRIES_MAX, CANCELLED_TEXT
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.media_record import FileRecord, MediaRecord
 from relayline.coordinator.sessions.request_log import (
     BAGGAGE_BYTES_MAX,
     NO_TRACE,
@@ -150,6 +151,9 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     record = world.receive()
     record.n_prompt, record.tokenize_start_ns, record.tokenize_end_ns = 3, 1_100, 1_200
     record.grammar_start_ns, record.grammar_end_ns = 1_300, 1_900
+    steps = {names.SPAN_FETCH: (1_205, 1_220), names.SPAN_ENCODE: (1_230, 1_250)}
+    encoded = FileRecord("image", 9, 4, wait_ns=10, steps=steps)
+    record.media = MediaRecord(1_200, 1_290, [FileRecord("image", 7, 3, is_kept=True), encoded])
     session = world.open(record)
     world.run(session)
     world.summary(session, 0)
@@ -167,6 +171,19 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     assert times_of(root) == (1_000, 3_500)
     assert times_of(spans[names.SPAN_TOKENIZE]) == (1_100, 1_200)
     assert times_of(spans[names.SPAN_GRAMMAR]) == (1_300, 1_900)
+    media = spans[names.SPAN_MEDIA]
+    assert times_of(media) == (1_200, 1_290)
+    assert attributes_of(media) == {
+        names.ATTR_MEDIA_FILES: 2,
+        names.ATTR_MEDIA_ROWS: 7,
+        names.ATTR_MEDIA_KEPT: 1,
+        names.ATTR_MEDIA_WAIT: 10e-9,
+    }
+    for name, times in encoded.steps.items():
+        assert times_of(spans[name]) == times
+        assert spans[name].parent is not None
+        assert spans[name].parent.span_id == media.context.span_id
+        assert attributes_of(spans[name])[names.ATTR_MEDIA_FILE] == 1
     assert times_of(spans[names.SPAN_QUEUE]) == (2_000, 3_000)
     assert times_of(spans[names.SPAN_PREFILL]) == (3_000, 3_100)
     assert times_of(spans[names.SPAN_DECODE]) == (3_100, 3_300)
@@ -187,7 +204,7 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     decode = attributes_of(spans[names.SPAN_DECODE])
     assert decode[names.ATTR_SESSION_ID] == f"{session.session_id:016x}"
     assert decode[names.ATTR_REQUEST_ID] == "cmpl-r"
-    assert decode[names.ATTR_TTFT] == 1_100e-9
+    assert decode[names.ATTR_TTFT] == 1_900e-9, "from the first work on its images on"
     assert decode[names.ATTR_QUEUE] == 1_000e-9
     assert (decode[names.ATTR_ITL_MEAN], decode[names.ATTR_ITL_MAX]) == (100e-9, 100e-9)
     assert names.ERROR_TYPE not in recorded

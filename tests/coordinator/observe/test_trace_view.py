@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from relayline.coordinator.engine.stage_client import clock_offset_ns
 from relayline.coordinator.observe.trace_view import MATES_MAX, view
+from relayline.coordinator.sessions.media_record import FileRecord, MediaRecord
 from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StageRecord, StreamRecord
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -109,3 +110,23 @@ def test_stages_of_this_machine_share_its_clock_and_others_are_moved() -> None:
     assert clock_offset_ns(1_000, 1_800, 1_700) == 0
     assert clock_offset_ns(1_000, 1_800, 1_000_000) == 1_400 - 1_000_000
     assert clock_offset_ns(1_000_000, 1_000_800, 5) == 1_000_400 - 5
+
+
+def test_each_image_says_what_was_done_with_it() -> None:
+    record = lived()
+    assert (view(record, [], {}, 0)["media_ms"], view(record, [], {}, 0)["media"]) == (None, [])
+    kept = FileRecord("audio", 7, 3, is_kept=True, wait_ns=MS)
+    read = FileRecord("image", 9, 4, steps={"count rows": (13 * MS, 14 * MS), "encode": (14 * MS, 24 * MS)})
+    record.media = MediaRecord(11 * MS, 25 * MS, [kept, read])
+    found = view(record, [], {}, 0)
+    assert found["media_ms"] == 14.0
+    assert found["media"] == [
+        {"kind": "audio", "bytes": 7, "rows": 3, "kept": True, "wait_ms": 1.0, "steps": []},
+        {"kind": "image", "bytes": 9, "rows": 4, "kept": False, "wait_ms": 0.0, "steps": [
+            {"step": "count rows", "at_ms": 3.0, "took_ms": 1.0}, {"step": "encode", "at_ms": 4.0, "took_ms": 10.0},
+        ]},
+    ]  # fmt: skip
+    (stream,) = found["streams"]  # type: ignore[misc]
+    assert stream["ttft_ms"] == 29.0, "the client waits from the first work on its images on"
+    record.media.end_ns = 0
+    assert view(record, [], {}, 40 * MS)["media_ms"] == 29.0, "it is under way"

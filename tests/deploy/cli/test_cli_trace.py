@@ -99,6 +99,23 @@ def test_a_trace_answers_where_when_with_whom_and_why() -> None:
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
+def test_images_and_audio_have_a_line_each() -> None:
+    steps = [{"step": "fetch", "at_ms": 1.0, "took_ms": 20.0}, {"step": "encode", "at_ms": 21.0, "took_ms": 812.0}]
+    files = [
+        {"kind": "image", "bytes": 83_000, "rows": 256, "kept": False, "wait_ms": 2.5, "steps": steps},
+        {"kind": "audio", "bytes": 0, "rows": 0, "kept": False, "wait_ms": 0.0, "steps": []},
+        {"kind": "image", "bytes": 5_000, "rows": 1, "kept": True, "wait_ms": 0.0, "steps": []},
+    ]
+    text = shown(lived() | {"media_ms": 840.0, "media": files})
+    assert "\n  image  81.1 KiB, 256 rows  fetch 20.0 ms  encode 812 ms  waited 2.5 ms\n" in text
+    assert "\n  audio\n" in text, "the request was refused before"
+    assert "\n  image  4.9 KiB, 1 row  its rows were there from an earlier request\n" in text
+    assert "tokenise 0.40 ms  media 840 ms  queue" in text
+    assert "media" not in shown(lived()), "of a server that does not say"
+    many = shown(lived() | {"media_ms": 840.0, "media": files[2:] * 30}, rows_max=4)
+    assert (many.count("image  4.9"), many.count("  ...\n")) == (4, 2), "and its batches"
+
+
 def test_long_lists_show_their_ends_unless_all_is_asked_for() -> None:
     assert [("0:5 " in text, "0:20 " in text, "0:40 " in text) for text in (shown(lived()), shown(lived(), None))] == [
         (True, False, True),

@@ -1,6 +1,6 @@
 // Requests, and the life of one: its way through the stages, batch by batch.
 
-import { Keyed, ApiError, ask, colour, count, fitCanvas, fixed, forgetColours, frozen, h, heading, inkOn, mark, ms, none, percent, say, sentence } from "./dom.js";
+import { Keyed, ApiError, ask, colour, count, fitCanvas, fixed, forgetColours, frozen, h, heading, inkOn, mark, ms, none, percent, plural, say, sentence } from "./dom.js";
 import { feed } from "./feed.js";
 import { cancel, tracing } from "./steer.js";
 import { short } from "./timeline.js";
@@ -305,7 +305,10 @@ class Life {
     const gaps = stream.itl_ms;
     const right = stream.drafted_tokens ? `${stream.accepted_tokens} of ${stream.drafted_tokens}` : none;
     const fact = (name, value, more) => h("div", null, h("dt", null, name), h("dd", null, value, more ? h("small", null, ` ${more}`) : ""));
+    const files = trace.media || [];
+    const kept = files.filter((file) => file.kept).length;
     this.facts.replaceChildren(
+      ...(files.length ? [fact("Media", ms(trace.media_ms), kept ? `${kept} of ${files.length} kept` : `${files.length} ${plural(files.length, "file")}`)] : []),
       fact("Queue", ms(stream.queue_ms)),
       fact("Prompt", count(stream.prompt_tokens), stream.copied_tokens ? `${count(stream.copied_tokens)} cached` : "tokens"),
       fact("First token", ms(stream.ttft_ms)),

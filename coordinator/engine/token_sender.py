@@ -27,6 +27,9 @@ log = logging.getLogger("relayline.coordinator")
 
 _FIELD_BYTES = 8  # tag and length of a text, at most
 _TOKEN_BYTES = 4  # at most, of a vocabulary of up to 2^28
+# Of rows that the event loop writes itself. 512 rows of a wide model are 40 MiB, whose copy and checksum take 35 ms and
+# more, in which no other stream would get its tokens.
+_WRITTEN_BYTES_MAX = 256 * 1024
 _Waiting: TypeAlias = "tuple[list[Frame], bytes, int]"  # frames, their trace context, when they were chosen
 RecordOf: TypeAlias = "Callable[[int], SessionRecord]"
 
@@ -113,13 +116,19 @@ class TokenSender:
         return entry, self._send(entry[0], entry[1])
 
     async def _send(self, frames: Sequence[Frame], context: bytes) -> None:
+        self._sequence += 1
+        n_bytes = sum([frame.rows.nbytes for frame in frames if frame.rows is not None])
+        if n_bytes > _WRITTEN_BYTES_MAX:
+            buffer, message = await asyncio.to_thread(self._written, frames, context, self._sequence)
+        else:
+            buffer, message = self._written(frames, context, self._sequence)
+        await self._link.send(buffer, message)
+
+    def _written(self, frames: Sequence[Frame], context: bytes, sequence: int) -> tuple[Buffer, bytes]:
         pool = self._link.pool if frames[0].rows is None else self._link.row_pool
         buffer = pool.lease(len(frames), sum([len(frame.tokens) for frame in frames]))
-        self._sequence += 1
-        message = write_tokens(
-            buffer, frames, self._epoch, self._sequence, context, self._record_of, time.monotonic_ns()
-        )
-        await self._link.send(buffer, message)
+        message = write_tokens(buffer, frames, self._epoch, sequence, context, self._record_of, time.monotonic_ns())
+        return buffer, message
 
 
 def write_tokens(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from relayline.coordinator.engine.token_sender import TokenSender
+from relayline.coordinator.engine import token_sender
+from relayline.coordinator.engine.token_sender import TokenSender, write_tokens
+from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import InternalError, RelaylineError
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
-from relayline.wire.envelopes.dtypes import DTYPE_TOKENS
+from relayline.wire.envelopes.dtypes import DTYPE_F32, DTYPE_TOKENS
 
 
 async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,6 +32,31 @@ async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixtur
     assert isinstance(error, InternalError)
     assert "sending to stage 0 failed" in error.message
     assert caplog.records[0].exc_info is not None
+    await sender.close()
+
+
+async def test_many_rows_of_images_are_written_beside_the_event_loop_and_stay_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, rows = BufferPool(DTYPE_TOKENS, 1), BufferPool(DTYPE_F32, 1_024)
+    here, sent, writers = threading.get_ident(), list[tuple[int, float]](), list[bool]()
+
+    async def send(buffer: Buffer, message: bytes) -> None:
+        sent.append((int(buffer.frames["session_id"][0]), float(buffer.payload[0, 0])))
+
+    def written(buffer: Buffer, *others: Any) -> bytes:
+        writers.append(threading.get_ident() == here)
+        return write_tokens(buffer, *others)
+
+    monkeypatch.setattr(token_sender, "write_tokens", written)
+    link: Any = SimpleNamespace(pool=tokens, row_pool=rows, send=send, handed_ns=0)
+    sender = TokenSender(link, 1, pytest.fail)
+    for session_id, n_rows in ((1, 65), (2, 0), (3, 64)):
+        image = np.full((n_rows, 1_024), session_id, np.float32) if n_rows else None
+        sender.push([Frame(session_id, 0, tuple(range(5, 5 + max(1, n_rows))), 0, rows=image)])
+    await sender.flush(10)
+    assert sent == [(1, 1.0), (2, 5.0), (3, 3.0)]
+    assert writers == [False, True, True]
     await sender.close()
 
 

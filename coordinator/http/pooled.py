@@ -19,6 +19,7 @@ from relayline.coordinator.http.replies.spending import Spending
 from relayline.coordinator.http.workers.prepared import Prepared
 from relayline.coordinator.observe.usage import Spent
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenStream
+from relayline.coordinator.sessions.tenants import circle_of
 from relayline.wire.common.errors import ContextLengthError, InternalError, OverloadedError
 
 OPEN_MAX = 16  # prompts of one body that are read at once: others get lanes too
@@ -53,6 +54,7 @@ class PooledHandlers(Handlers):
         ctx_tokens, longest = service.generator.ctx_tokens, max(map(len, prompts))
         if longest >= ctx_tokens:
             raise ContextLengthError.of_prompt(ctx_tokens - 1, f"{longest} tokens", param)
+        tenant = request[RECORD].tenant
         wanted = [
             GenerationRequest(
                 f"{name}-{at}",
@@ -62,7 +64,8 @@ class PooledHandlers(Handlers):
                 ignore_eos=True,
                 cache_prompt=may_copy,
                 adapter=service.limits.adapter_of(prepared.model),
-                tenant=request[RECORD].tenant,
+                tenant=tenant,
+                circle=circle_of(tenant, ""),
             )
             for at, tokens in enumerate(prompts)
         ]

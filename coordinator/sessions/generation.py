@@ -109,6 +109,15 @@ class ImageRows:
         return self.start + len(self.rows)
 
 
+class Cells(NamedTuple):
+    """What cells of equal tokens have in common, where one request may use those of another."""
+
+    adapter: int = 0
+    """The choice of LoRA adapters that they are computed with."""
+    circle: str = ""
+    """Whom they serve, see `circle_of`."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One admitted-or-refused unit of work: a prompt and how far to continue it."""
@@ -121,6 +130,7 @@ class GenerationRequest:
     ignore_eos: bool = False  # continue past an end-of-generation token
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may use the prefix cache and add to it
+    circle: str = ""  # it shares prefixes with requests of the same one alone, see `circle_of`
     prediction: tuple[int, ...] = ()  # the client's predicted output: drafts are looked up there too
     scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then no part of it is copied
     wants_progress: bool = False  # its reader gets the progress of reading the prompt
@@ -128,6 +138,11 @@ class GenerationRequest:
     images: tuple[ImageRows, ...] = dataclasses.field(default=(), compare=False)  # ascending; compared by their tokens
     tenant: Tenant = ANYONE  # who sent it; sessions are shared within one tenant only
     turn: int = dataclasses.field(default=0, compare=False)  # among its tenant's requests in line, see `turn_of`
+
+    @property
+    def cells(self) -> Cells:
+        """What makes cells of the same tokens those of this request."""
+        return Cells(self.adapter, self.circle)
 
     def border_behind(self, position: int) -> int | None:
         """Return where rows of an image begin or end next, behind a position of the prompt."""

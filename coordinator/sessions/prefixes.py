@@ -115,7 +115,7 @@ class Prefixes:
         if self._n_asked == 0 or not session.request.cache_prompt or session.replays:
             return None, 0
         n_least = n_now + PREFIX_TOKENS_MIN - 1
-        stored, n_stored = self.tier.longest(session.history, n_least, session.request.adapter)
+        stored, n_stored = self.tier.longest(session.history, n_least, session.request.cells)
         n_stored = session.request.whole_until(n_stored)
         return (stored, n_stored) if n_stored > n_least else (None, 0)
 
@@ -177,7 +177,8 @@ class Prefixes:
             free = [lane for lane in lanes if lane not in self.lanes]
         if not free:
             return [*frames, *self.tier.store(session, len(held), key)]
-        request = GenerationRequest("", tuple(held), 1, SamplingParams(), adapter=session.request.adapter)
+        own = session.request
+        request = GenerationRequest("", tuple(held), 1, SamplingParams(), adapter=own.adapter, circle=own.circle)
         lane = free[-1]  # running ones take the lowest
         copy = Session(next(self._session_ids), request, lambda _: False, lane=lane, kept_key=key)
         self._kept.append(Kept(copy, lane))
@@ -235,7 +236,7 @@ class Prefixes:
                 len(kept.tokens),
                 array("i", kept.tokens),
                 tuple(kept.session.checkpoints),
-                adapter=kept.session.request.adapter,
+                cells=kept.session.request.cells,
             )
             for key, kept in named
         ]
@@ -282,7 +283,7 @@ class Prefixes:
         return (best, n_best) if best is not None else (None, 0)
 
     def _kept_like(self, session: Session) -> list[Kept]:
-        """Return the kept lanes whose rows were computed with the session's adapter."""
+        """Return the kept lanes whose rows could serve the session."""
         return [kept for kept in self._kept if _hold_alike(kept.session, session)]
 
     def _retire(self, kept: Kept) -> list[OutFrame]:
@@ -295,8 +296,8 @@ class Prefixes:
 
 
 def _hold_alike(one: Session, other: Session) -> bool:
-    """Return whether equal tokens of two sessions have equal cells: they have the same LoRA adapters."""
-    return one.request.adapter == other.request.adapter
+    """Return whether equal tokens of two sessions have equal cells, which may serve both."""
+    return one.request.cells == other.request.cells
 
 
 def held_by_all(held: Sequence[Mapping[int, int]]) -> dict[int, int]:

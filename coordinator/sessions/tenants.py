@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 from typing import Literal
 
 ServiceTier = Literal["default", "flex", "priority"]  # OpenAI's names of what a request was served as
@@ -33,10 +34,22 @@ class Tenant:
     waiting_max: int | None = dataclasses.field(default=None, compare=False)  # of its requests; more are refused
     level: Level = dataclasses.field(default=Level.NORMAL, compare=False)
     models: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)  # that it may use; empty: all
+    circle: str = dataclasses.field(default="", compare=False)
+    """Whose prefixes serve each other: its own alone, which this names; empty: all of those that say nothing."""
 
 
 ANYONE = Tenant("")
 """The one tenant where no API keys are set."""
+
+
+def circle_of(tenant: Tenant, salt: str) -> str:
+    """Return the circle of a request: only requests of one circle serve each other by the prefix cache.
+
+    `salt` is vLLM's `cache_salt`, which makes circles within a tenant's own. Those of the empty circle are everybody's.
+    """
+    if not (tenant.circle or salt):
+        return ""
+    return hashlib.sha256(f"{len(tenant.circle)} {tenant.circle}{salt}".encode(errors="surrogatepass")).hexdigest()
 
 
 def turn_of(priority: int, tier: ServiceTier | None) -> int:

@@ -17,6 +17,7 @@ import dataclasses
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from relayline.coordinator.sessions.generation import Cells
 from relayline.coordinator.sessions.marks import MarkIndex, Marks, digest_of, key_of_digest, marks_in, marks_of, note_of
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.wire.common.bounds import STORED_STATES_MAX, STORED_TOKENS_MAX
@@ -46,13 +47,15 @@ class TierFacts:
     adapters: tuple[str, ...] = ()
     """The key of each choice of LoRA adapters: cells of another one are other cells too."""
 
-    def cells_of(self, adapter: int) -> str:
-        """Return what makes cells of the same tokens differ, for a choice of adapters."""
-        key = self.adapters[adapter] if adapter < len(self.adapters) else ""
-        return f"{self.rounding} {key}" if key else self.rounding
+    def text_of(self, cells: Cells) -> str:
+        """Return what makes cells of the same tokens differ, for a hash."""
+        key = self.adapters[cells.adapter] if cells.adapter < len(self.adapters) else ""
+        parts = [self.rounding, key] if key else [self.rounding]
+        return " ".join([*parts, f"circle {cells.circle}"] if cells.circle else parts)
 
 
 NO_TIER = TierFacts()
+_ANYBODYS = Cells()  # of no adapter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,8 +70,8 @@ class Stored:
     """The positions to which stages can rewind a recurrent state, besides its end."""
     marks: Marks | None = None
     """Without tokens: of what an earlier coordinator noted."""
-    adapter: int = 0
-    """The choice of adapters that it was computed with. Not known where the tokens are not."""
+    cells: Cells = _ANYBODYS
+    """Whom it may serve. Not known where the tokens are not."""
 
 
 class Tier:
@@ -152,7 +155,7 @@ class Tier:
         if not self.is_used or 0 < self._read_ns(n_tokens) < self._facts.store_from_ns:
             return 0
         tokens = array("i", session.history[:n_tokens])
-        key = key_of(tokens, self._facts.cells_of(session.request.adapter))
+        key = key_of(tokens, self._facts.text_of(session.request.cells))
         if key not in self._stored:
             checkpoints = [at for at in session.checkpoints if at <= n_tokens]
             self._note(session, key, tokens, checkpoints if self._keeps_state else places)
@@ -175,36 +178,36 @@ class Tier:
             OutFrame(session, 0, (), Flag.STORE, other.key)
             for other in list(self._stored.values())
             if other.tokens is not None
-            and other.adapter == session.request.adapter
+            and other.cells == session.request.cells
             and other.n_tokens < n_tokens
             and tokens[: other.n_tokens] == other.tokens
         ]
         for frame in frames:
             self._drop(frame.argument)
         checkpoints = tuple(at for at in session.checkpoints if at <= n_tokens)
-        self._add(Stored(key, n_tokens, tokens, checkpoints, adapter=session.request.adapter))
+        self._add(Stored(key, n_tokens, tokens, checkpoints, cells=session.request.cells))
         self._n_stored += 1
         return [OutFrame(session, n_tokens, (), Flag.STORE, key), *frames]
 
     def _note(self, session: Session, key: int, tokens: array[int], places: Iterable[int]) -> None:
         """Let stage 0 know marks of an entry, for coordinators that come later."""
         if self._facts.keeps_notes:
-            cells = self._facts.cells_of(session.request.adapter)
-            marks = marks_of(tokens, cells, places, are_checkpoints=self._keeps_state)
+            text = self._facts.text_of(session.request.cells)
+            marks = marks_of(tokens, text, places, are_checkpoints=self._keeps_state)
             self.new_notes[key] = note_of(marks)
 
-    def longest(self, history: Sequence[int], n_least: int, adapter: int = 0) -> tuple[Stored | None, int]:
+    def longest(self, history: Sequence[int], n_least: int, cells: Cells = _ANYBODYS) -> tuple[Stored | None, int]:
         """Return the stored prefix that covers most of a prompt, and how many tokens of it, more than n_least; else
-        None. It was computed with this choice of adapters.
+        None. Its cells may serve those with these.
 
         The prompt's last token is always read. Entries that take longer to restore than to read are left out.
         """
         if not self._stored:
             return None, 0
         known = array("i", history[:-1])
-        best, n_best = self._of_others(known, n_least, adapter)
+        best, n_best = self._of_others(known, n_least, self._facts.text_of(cells))
         for stored in self._stored.values():
-            if stored.adapter != adapter:
+            if stored.cells != cells:
                 continue
             n_common = _common(stored, known, n_best, keeps_state=self._keeps_state)
             if n_common > n_best:
@@ -213,10 +216,10 @@ class Tier:
             return None, 0
         return best, n_best
 
-    def _of_others(self, known: array[int], n_least: int, adapter: int) -> tuple[Stored | None, int]:
-        """Return the prefix that covers most of a prompt, of those that are known by keys alone."""
+    def _of_others(self, known: array[int], n_least: int, cells: str) -> tuple[Stored | None, int]:
+        """Return the prefix that covers most of a prompt, of those that are known by keys alone, which hold `cells`."""
         unknown = sorted((each for each in self._stored.values() if each.tokens is None), key=lambda e: e.n_tokens)
-        best, n_best, at, digest = None, n_least, 0, digest_of(self._facts.cells_of(adapter))
+        best, n_best, at, digest = None, n_least, 0, digest_of(cells)
         for stored in unknown:
             if stored.n_tokens > len(known):
                 break
@@ -224,7 +227,7 @@ class Tier:
             at = stored.n_tokens
             if at > n_best and key_of_digest(digest) == stored.key:
                 best, n_best = stored, at
-        marked, n_marked = self._index.longest(known, n_best, self._facts.cells_of(adapter), self._stored.__contains__)
+        marked, n_marked = self._index.longest(known, n_best, cells, self._stored.__contains__)
         return (self._stored[marked], n_marked) if marked is not None else (best, n_best)
 
     def restore(self, session: Session, stored: Stored, n_tokens: int) -> list[OutFrame]:
@@ -232,7 +235,7 @@ class Tier:
         if stored.tokens is None and n_tokens == stored.n_tokens:  # they are the prompt's: from now on any part will do
             tokens = array("i", session.history[: stored.n_tokens])
             self._drop(stored.key)
-            self._add(Stored(stored.key, stored.n_tokens, tokens, stored.checkpoints, adapter=session.request.adapter))
+            self._add(Stored(stored.key, stored.n_tokens, tokens, stored.checkpoints, cells=session.request.cells))
             if stored.marks is None:
                 self._note(session, stored.key, tokens, stored.checkpoints)
         self._stored.move_to_end(stored.key)

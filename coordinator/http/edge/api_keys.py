@@ -184,7 +184,8 @@ def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) 
                 return _refused("the key that asked for this is not known any more")
             request[KEY] = key
             batch = request.get(TENANT)  # unless it is a background response of the key
-            request[TENANT] = key.tenant if batch is None else dataclasses.replace(batch, models=key.tenant.models)
+            own = key.tenant
+            request[TENANT] = own if batch is None else dataclasses.replace(batch, models=own.models, circle=own.circle)
             if (rate := keys.rate_of(key)) is not None:
                 request[RATE] = rate
             return await handler(request)

@@ -30,6 +30,7 @@ NAME_CHARS_MAX = 1_024  # of a gateway's client
 BEHALF_CHARS_MAX = 7_600  # of the header with a key's options: a pipeline reads 8,190 of a line
 FILE_BYTES_MAX = KEYS_MAX * (KEY_CHARS_MAX + 128)
 _NO_MODEL = frozenset({""})  # is the name of none; an empty set would be all
+_CHOICES = {"priority": "must be high, normal or low", "prefixes": "must be shared or own"}
 _LINE = "line "  # how a key without a name is called, before the number
 _BY_LINE = re.compile(rf"{_LINE}\d+(/|\Z)")
 _NAMED = re.compile(r"(?:(?P<name>.*?):)?\s*(?P<key>[^\s:]+)(?P<options>(?:\s+[A-Za-z][\w-]*=\S*)*)")
@@ -46,6 +47,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_
     tokens_per_minute: Annotated[int, Meta(ge=1, le=TOKENS_PER_MINUTE_MAX)] | None = None
     gateway: Literal["yes", "no"] = "no"
     steers: Literal["yes", "no"] = "yes"
+    prefixes: Literal["shared", "own"] = "shared"
 
 
 class _Behalf(Options, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=False):
@@ -92,18 +94,20 @@ class ApiKey:
     def of_behalf(self, text: str) -> ApiKey:
         """Return the key of a gateway's client, from the text that the gateway made; this key where it is none.
 
-        A client may use no model, and steer nothing, that this key may not.
+        A client may use no model, and steer nothing, that this key may not; nor does it share this key's own prefixes
+        with others.
         """
         try:
             said = msgspec.json.decode(unquote(text), type=_Behalf)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return self
-        tenant = _tenant(f"{self.name}/{said.name}", said)
+        lasting = f"{self.lasting_name}/{said.lasting or said.name}"
+        tenant = _tenant(f"{self.name}/{said.name}", said, lasting)
         if own := self.tenant.models:
             both = own & tenant.models if tenant.models else own
             tenant = dataclasses.replace(tenant, models=both or _NO_MODEL)
+        tenant = dataclasses.replace(tenant, circle=tenant.circle or self.tenant.circle)
         steers = said.steers if self.options.steers == "yes" else "no"
-        lasting = f"{self.lasting_name}/{said.lasting or said.name}"
         return ApiKey(self.digest, tenant, msgspec.structs.replace(said, steers=steers), lasting)
 
 
@@ -148,10 +152,11 @@ def _key_of(line: str, number: int, where: str) -> ApiKey:
     if not name:
         raise UsageError(f"{where}: the name before the colon is empty")
     options = _options(match["options"].split(), where)
-    tenant = _tenant(name, options)
+    digest = hashlib.sha256(key.encode()).digest()
+    tenant = _tenant(name, options, name if match["name"] is not None else digest.hex())
     if len(tenant.models) > MODELS_MAX:
         raise UsageError(f"{where}: models: at most {MODELS_MAX} names")
-    found = ApiKey(hashlib.sha256(key.encode()).digest(), tenant, options)
+    found = ApiKey(digest, tenant, options)
     if (n_chars := len(found.behalf)) > BEHALF_CHARS_MAX:
         raise UsageError(
             f"{where}: the name and its models are too long: {n_chars} characters as a gateway sends them, at most "
@@ -160,9 +165,10 @@ def _key_of(line: str, number: int, where: str) -> ApiKey:
     return found
 
 
-def _tenant(name: str, options: Options) -> Tenant:
+def _tenant(name: str, options: Options, lasting_name: str) -> Tenant:
     models = frozenset(filter(None, map(str.strip, options.models.split(","))))
-    return Tenant(name, options.share, options.streams, options.queue, Level[options.priority.upper()], models)
+    level, circle = Level[options.priority.upper()], lasting_name if options.prefixes == "own" else ""
+    return Tenant(name, options.share, options.streams, options.queue, level, models, circle)
 
 
 def _is_key(key: str) -> bool:
@@ -202,5 +208,5 @@ def _options(words: list[str], where: str) -> Options:
     except msgspec.ValidationError as error:
         problem, _, at = str(error).partition(" - at `$.")
         option = at.rstrip("`")
-        problem = "must be high, normal or low" if option == "priority" else problem[:1].lower() + problem[1:]
+        problem = _CHOICES.get(option, problem[:1].lower() + problem[1:])
         raise UsageError(f"{where}: {option}: {problem}") from None

@@ -15,7 +15,7 @@ from relayline.coordinator.http.requests.prompts import fit_tokens
 from relayline.coordinator.http.workers.prepared import Prepared, unpacked
 from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
 from relayline.coordinator.sessions.request_log import RequestRecord
-from relayline.coordinator.sessions.tenants import ANYONE
+from relayline.coordinator.sessions.tenants import ANYONE, circle_of
 
 YIELD_BYTES = 64 * 1024  # of a packed prompt: a fraction of a millisecond
 
@@ -105,6 +105,8 @@ def make_job(
     if not ctx_tokens:  # no stage has been heard yet: nothing would fit, and that is not the request's fault
         service.generator.check_ready()
     requests: list[GenerationRequest] = []
+    tenant = record.tenant if record is not None else ANYONE
+    circle = circle_of(tenant, plan.cache_salt)
     for prompt in prompts:
         max_tokens = fit_tokens(len(prompt.tokens), plan, ctx_tokens, param, is_strict=service.limits.strict_max_tokens)
         for choice in range(plan.n):
@@ -121,7 +123,8 @@ def make_job(
                     wants_progress=plan.shows_progress,
                     adapter=service.limits.adapter_of(header.model),
                     images=prompt.images,
-                    tenant=record.tenant if record is not None else ANYONE,
+                    tenant=tenant,
+                    circle=circle,
                     turn=plan.turn,
                 )
             )

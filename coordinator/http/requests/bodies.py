@@ -27,6 +27,7 @@ from relayline.wire.model_files.adapter_texts import ADAPTERS_MAX
 MESSAGES_MAX = 16_384  # of one chat; each is some tokens of a prompt
 PARTS_MAX = 16_384  # of one message
 CALLS_MAX = 1_024  # tools called in one turn
+SALT_CHARS_MAX = 1_024
 CHOICES_MAX = 16_384  # that an answer may be one of: as many as its grammar has room for
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -34,6 +35,7 @@ TokenLimit = Annotated[int, Meta(ge=-1)]  # at least 1, or -1 for no limit, as l
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 Bias = Annotated[float, Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
+Salt = Annotated[str, Meta(min_length=1, max_length=SALT_CHARS_MAX)]
 Choices = Annotated[list[str], Meta(max_length=CHOICES_MAX)]
 Tokens = Annotated[list[int], Meta(max_length=CTX_TOKENS_MAX)]
 LogprobCount = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
@@ -116,6 +118,7 @@ class GenerationBody(_Sampler, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None
+    cache_salt: Salt | None = None  # as vLLM has it
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: (

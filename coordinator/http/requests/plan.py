@@ -28,6 +28,7 @@ class Plan:
     echo: bool
     return_token_ids: bool
     cache_prompt: bool
+    cache_salt: str
     shows_prompt_alone: bool = False  # of an echo that wants no answer: the one token that is computed is not shown
     prediction: str | tuple[int, ...] = ""  # the client's predicted output, as text or token ids
     shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
@@ -75,5 +76,6 @@ NO_PLAN = Plan(
     echo=False,
     return_token_ids=False,
     cache_prompt=True,
+    cache_salt="",
 )
 """Of a body that asks for no tokens."""

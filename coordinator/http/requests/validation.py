@@ -180,6 +180,7 @@ def _plan(
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
         cache_prompt=body.cache_prompt is not False,
+        cache_salt=body.cache_salt or "",
         prediction=_prediction(body.prediction, limits),
         shape=shape,
         min_tokens=body.min_tokens or 0,

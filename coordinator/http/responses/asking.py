@@ -169,6 +169,7 @@ def _fields(body: ResponsesBody, tools: list[Fields], tool_choice: Any) -> Field
     fields: Fields = {
         "model": body.model,
         "service_tier": body.service_tier,
+        "cache_salt": body.cache_salt,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "max_tokens": body.max_output_tokens,

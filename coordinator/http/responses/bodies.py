@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from relayline.coordinator.http.requests.bodies import LogprobCount, Positive, Share
+from relayline.coordinator.http.requests.bodies import LogprobCount, Positive, Salt, Share
 from relayline.wire.common.errors import InvalidRequestError
 
 ITEMS_MAX = 16_384  # of one input, like a chat's messages
@@ -67,6 +67,7 @@ class ResponsesBody(Struct, kw_only=True):
     top_p: Share | None = None
     user: str | None = None
     service_tier: str | None = None
+    cache_salt: Salt | None = None  # as vLLM has it
     include: list[str] | None = None
     background: bool | None = None
     conversation: str | ConversationName | None = None

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -25,7 +26,7 @@ from relayline.coordinator.http.edge.token_rate import TokenRate
 from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.observe.usage import NAMES_MAX, OTHERS, Spent, UsageByKey
 from relayline.coordinator.sessions.generation import TokenEvent
-from relayline.coordinator.sessions.tenants import ANYONE, Level, Tenant, turn_of
+from relayline.coordinator.sessions.tenants import ANYONE, Level, Tenant, circle_of, turn_of
 from relayline.coordinator.sessions.turnover import RETRY_AFTER_MAX_S
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -77,6 +78,54 @@ def test_options_of_a_key() -> None:
     assert keys["line 5"].tenant.share == 3
     assert keys["alice"].tenant.level is Level.NORMAL
     assert keys["alice"].options.tokens_per_minute is None
+
+
+def test_own_prefixes_are_a_circle_that_outlasts_lines() -> None:
+    def circles(text: str) -> list[str]:
+        return [key.tenant.circle for key in parse_keys(text, Path("keys")).values()]
+
+    first, second = circles(f"alice: {ALICE} prefixes=own\n{BATCH} prefixes=own\n")
+    assert circles(f"{SQL}\n{BATCH} prefixes=own\nalice: {ALICE} prefixes=own\nb: {ALICE}x prefixes=shared\n") == [
+        "",
+        second,
+        first,
+        "",
+    ]
+    assert (first, first != second) == ("alice", True)
+    alice = parse_keys(f"alice: {ALICE} prefixes=own\n", Path("keys"))["alice"]
+    bob = parse_keys(f"bob: {BATCH}\n", Path("keys"))["bob"]
+    for options, theirs in (("", ["gw/alice", ""]), (" prefixes=own", ["gw/alice", "gw"])):
+        gateway = parse_keys(f"gw: {SQL} gateway=yes{options}\n", Path("keys"))["gw"]
+        assert [gateway.of_behalf(key.behalf).tenant.circle for key in (alice, bob)] == theirs
+
+
+def test_circles_are_of_tenant_and_salt() -> None:
+    ours, theirs = Tenant("a", circle="a"), Tenant("b", circle="b")
+    found = [circle_of(who, salt) for who in (ANYONE, ours, theirs) for salt in ("", "x", "y", "\ud800")]
+    assert found[0] == ""
+    assert len({*found}) == len(found)
+    assert circle_of(Tenant("1", circle="ab"), "c") != circle_of(Tenant("2", circle="a"), "bc")
+
+
+async def test_a_request_names_the_circle_that_its_prefixes_serve(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    generator, text = FakeGenerator(), f"alice: {ALICE} prefixes=own\nsql: {SQL}\n"
+    alice = Tenant("alice", circle="alice")
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    async with serving(tokenizer, tmp_path, generator, text=text) as url:
+        for key in (ALICE, SQL):
+            async with openai_client(url, key) as client:
+                await client.completions.create(model=MODEL, prompt="x", max_tokens=1)
+                salt = {"cache_salt": "s"}
+                await client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body=salt)
+                await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body=salt)
+                await client.responses.create(model=MODEL, input="x", max_output_tokens=1, extra_body=salt)
+                for wrong in ("", "s" * 1_025, 5):
+                    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+                        await client.completions.create(model=MODEL, prompt="x", extra_body={"cache_salt": wrong})
+    assert [request.circle for request in generator.requests] == [
+        *(circle_of(alice, salt) for salt in ("", "s", "s", "s")),
+        *(circle_of(ANYONE, salt) for salt in ("", "s", "s", "s")),
+    ]
 
 
 def test_the_first_key_of_a_file_is_no_option() -> None:
@@ -133,6 +182,7 @@ def test_a_gateway_says_whose_request_it_is() -> None:
         (f"alice: {ALICE} streams=0", "keys:1: streams: expected `int` >= 1"),
         (f"alice: {ALICE} queue=-1", "keys:1: queue: expected `int` >= 0"),
         (f"alice: {ALICE} priority=urgent", "keys:1: priority: must be high, normal or low"),
+        (f"alice: {ALICE} prefixes=mine", "keys:1: prefixes: must be shared or own"),
         (f"alice: {ALICE} share=1 share=2", "keys:1: an option is said twice, or has no value"),
         (f"alice: {ALICE} models=", "keys:1: an option is said twice, or has no value"),
         (f"alice: {ALICE} tokens-per-minute=0", "keys:1: tokens-per-minute: expected `int` >= 1"),

@@ -22,6 +22,11 @@ def session_of(session_id: int, tokens: list[int], lane: int = 0) -> Session:
     return Session(session_id, request, lambda _: False, lane=lane)
 
 
+def of_circle(session: Session, circle: str) -> Session:
+    session.request = dataclasses.replace(session.request, circle=circle)
+    return session
+
+
 def ended(session_id: int, tokens: list[int], lane: int = 0) -> Session:
     """A session whose answer's last token has just been sampled: the lane holds all tokens but that one."""
     session = session_of(session_id, [*tokens, 9], lane)
@@ -151,6 +156,25 @@ def test_an_uncached_session_shares_no_prefix() -> None:
     session.state = State.DONE
     assert kept.keep(session) == []
     assert kept.figures() == {"lanes": 1, "tokens": 50}
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_another_circle_shares_no_prefix(is_running: bool) -> None:
+    """Neither of a running request nor of a kept lane."""
+    source = of_circle(session_of(1, run_of(0, 60), lane=0) if is_running else ended(1, run_of(0, 60)), "a")
+    made = Prefixes(2, itertools.count(100), lambda: [2, 3], {1: source} if is_running else {})
+    if is_running:
+        source.start()
+        source.next_chunk(60)
+    else:
+        made.keep(source)
+    for session_id, circle in ((5, "b"), (6, ""), (7, "a")):
+        session = of_circle(session_of(session_id, run_of(0, 70), lane=1), circle)
+        made.start(session)
+        assert (session.n_copied > 0) == (circle == "a")
+    other = of_circle(ended(8, run_of(0, 60)), "b")
+    made.keep(other)
+    assert made.figures()["lanes"] == (1 if is_running else 2), "it takes no place of an equal one"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.generation import Cells, GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.coordinator.sessions.tier import TierFacts, key_of, stored_by_all
@@ -344,8 +344,39 @@ def test_an_earlier_coordinators_prefixes_are_found_with_their_adapter_alone() -
     ]
 
 
+def test_prefixes_of_another_circle_are_other_prefixes() -> None:
+    facts = TierFacts(is_used=True, adapters=("", "first"))
+    made, turn = prefixes(facts=facts), run_of(0, 50)
+    sessions = [ended(1, turn), of_circle(ended(2, turn), "a"), adapted(of_circle(ended(3, turn), "a"), 1)]
+    keys = {frame.argument for session in sessions for frame in made.keep(session)}
+    assert len(keys) == 3, "none takes the place of another"
+    for number, (circle, adapter, is_restored) in enumerate(
+        [("", 0, True), ("a", 0, True), ("a", 1, True), ("b", 0, False), ("", 1, False)], 10
+    ):
+        following = adapted(of_circle(session_of(number, [*turn, 9, 77]), circle), adapter)
+        kinds = [kind for kind, _, _ in controls_of(made.start(following))]
+        assert kinds == (["open", "restore"] if is_restored else ["open"]), (circle, adapter)
+
+
+def test_an_earlier_coordinators_prefixes_are_found_by_their_circle_alone() -> None:
+    before, turn = prefixes(facts=NOTED), run_of(0, 150)
+    (stored,) = before.keep(of_circle(ended(1, turn), "a"))
+    facts = dataclasses.replace(NOTED, stored={stored.argument: 150}, notes=dict(before.tier.new_notes))
+    for circle, n_restored in (("", 0), ("b", 0), ("a", 128)):
+        later = prefixes(facts=facts)
+        following = of_circle(session_of(2, [*turn[:140], 9, 77]), circle)
+        controls = controls_of(later.start(following))
+        assert [position for kind, _, position in controls if kind == "restore"] == [n_restored] * bool(n_restored)
+
+
 def test_without_adapters_keys_are_those_of_earlier_releases() -> None:
-    assert TierFacts(rounding="f16 [0]", adapters=("",)).cells_of(0) == "f16 [0]"
+    assert TierFacts(rounding="f16 [0]", adapters=("",)).text_of(Cells()) == "f16 [0]"
+
+
+def of_circle(session: Session, circle: str) -> Session:
+    """The same session, whose prefixes serve a circle alone."""
+    session.request = dataclasses.replace(session.request, circle=circle)
+    return session
 
 
 def adapted(session: Session, adapter: int) -> Session:

@@ -18,6 +18,7 @@ from relayline.coordinator.batches.worker import Told
 from relayline.coordinator.http.batches import keeper as keepers
 from relayline.coordinator.http.edge.clients import BEHALF
 from relayline.coordinator.http.edge.key_file import parse_keys
+from relayline.coordinator.sessions.tenants import circle_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import UsageError
@@ -327,9 +328,10 @@ async def test_a_batch_ends_when_its_key_is_removed(tokenizer: Tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("who", ["unnamed", "gateway"])
-async def test_tokens_of_a_batch_count_for_the_bound_of_its_key(tokenizer: Tokenizer, tmp_path: Path, who: str) -> None:
-    keys = key_file(tmp_path, f"{UNNAMED} tokens-per-minute=900\ngw: {GATEWAY} gateway=yes\n")
-    theirs = parse_keys(f"alice: {ALICE} tokens-per-minute=900", keys)["alice"]
+async def test_a_batch_heeds_bound_and_prefixes_of_its_key(tokenizer: Tokenizer, tmp_path: Path, who: str) -> None:
+    options = "tokens-per-minute=900 prefixes=own"
+    keys = key_file(tmp_path, f"{UNNAMED} {options}\ngw: {GATEWAY} gateway=yes\n")
+    theirs = parse_keys(f"alice: {ALICE} {options}", keys)["alice"]
     headers = {BEHALF: theirs.behalf} if who == "gateway" else {}
     generator = FakeGenerator()
     async with (
@@ -344,6 +346,9 @@ async def test_tokens_of_a_batch_count_for_the_bound_of_its_key(tokenizer: Token
         usage = await client.get("/usage", cast_to=dict[str, Any])
         (name,) = (each["name"] for each in usage["data"] if each["requests"])
         assert name == ("gw/alice" if who == "gateway" else "line 1")
+    own = parse_keys(keys.read_text(), keys)
+    tenant = own["gw"].of_behalf(theirs.behalf).tenant if who == "gateway" else own["line 1"].tenant
+    assert {request.circle for request in generator.requests} == {circle_of(tenant, "")}
 
 
 async def test_the_next_batch_is_of_the_key_that_has_waited_longest(tokenizer: Tokenizer, tmp_path: Path) -> None:

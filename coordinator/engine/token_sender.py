@@ -213,6 +213,7 @@ def _options(opening: Opening, baggage: str) -> pb.SessionOptions:
         ],
         dry_sequences=[pb.TokenList(tokens=each) for each in sampling.dry_sequences],
         bad_words=[pb.TokenList(tokens=word) for word in sampling.bad_words],
+        thought_marks=[pb.TokenList(tokens=mark) for mark in sampling.thought_marks or ()],
     )
     if opening.told:
         room_bytes = bounds.OPTIONS_BYTES_MAX - options.ByteSize() - 2 * _FIELD_BYTES

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from relayline.coordinator.sessions.tenants import ANYONE, Tenant
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.sampler_fields import BY_NAME, POOLINGS
+from relayline.wire.common.thoughts import ThoughtMarks, Thoughts
 
 if TYPE_CHECKING:
     from relayline.coordinator.sessions.request_log import RequestRecord
@@ -45,6 +46,7 @@ class SamplingParams:
 
     dry_breakers: tuple[int, ...] = ()  # ascending: tokens over which no repetition reaches
     dry_sequences: tuple[tuple[int, ...], ...] = ()  # a token that begins such a break, and those that must follow it
+    thought_marks: ThoughtMarks | None = None  # of an answer whose thoughts have a bound
 
     def number(self, name: str) -> float:
         """Return one of the numbers, its neutral value where it is not said."""
@@ -63,7 +65,8 @@ class SamplingParams:
     @property
     def has_lists(self) -> bool:
         """Whether stages need lists of tokens besides the generated ones."""
-        return bool(self.looks_at_prompt or self.allowed_tokens or self.held_back_tokens or self.bad_words)
+        lists = self.allowed_tokens or self.held_back_tokens or self.bad_words or self.thought_marks
+        return bool(self.looks_at_prompt or lists)
 
     @property
     def is_penalised(self) -> bool:
@@ -73,12 +76,25 @@ class SamplingParams:
     @property
     def looks_back(self) -> bool:
         """Whether sampling depends on the tokens sampled before."""
-        return self.is_penalised or self.looks_at_prompt or self.carries or bool(self.bad_words or self.grammar)
+        is_led = self.bad_words or self.grammar or self.thought_marks
+        return self.is_penalised or self.looks_at_prompt or self.carries or bool(is_led)
 
     @property
     def carries(self) -> bool:
         """Whether each sample says where mirostat or adaptive-p stands, and the next open has to."""
         return self.number("mirostat") != 0 or self.number("adaptive_target") >= 0
+
+    def behind(self, said: Sequence[int], n_prompt: int) -> SamplingParams:
+        """Return the same for a session that has said this behind its prompt: with where its thoughts began."""
+        if self.thought_marks is None or not said:
+            return self
+        numbers = dict(self.numbers)
+        begun_at = numbers.pop("thoughts_begun_at", None)
+        thoughts = Thoughts(self.thought_marks, None if begun_at is None else int(begun_at))
+        thoughts.read(said, n_prompt)
+        if thoughts.begun_at is not None:
+            numbers["thoughts_begun_at"] = float(thoughts.begun_at)
+        return dataclasses.replace(self, numbers=tuple(sorted(numbers.items())))
 
     def resumed(self, mirostat_mu: float | None) -> SamplingParams:
         """Return the same for a session that stands there; None: it begins."""

@@ -234,7 +234,7 @@ class Session:
             prompt = self.request.prompt_tokens
             read = [each for each in prompt if each < ROW_TOKEN_MIN] if self.request.images else prompt
             read = read[-bounds.PENALTY_TOKENS_MAX :]
-        sampling = sampling.resumed(self.mirostat_mus[1])
+        sampling = sampling.behind(said, n_prompt).resumed(self.mirostat_mus[1])
         last_said, is_kept = tuple(said[-n_said_max:]), self.kept_key is not None
         told_from = max(0, self.n_opened - bounds.TOLD_TOKENS_MAX)
         told = tuple(self.history[told_from : self.n_opened]) if may_predict(self) and not is_kept else ()

@@ -4,7 +4,8 @@ Penalties as OpenAI defines them, over the tokens that were generated, not those
 `presence_penalty` if it is among the latest PENALTY_TOKENS_MAX, and `frequency_penalty` for each time it is.
 
 The repetition penalty is that of vLLM and llama.cpp. For a token among the latest ones, the prompt's included, a
-positive logit is divided by the penalty and any other one multiplied. Bans come last. The open of a session brings the
+positive logit is divided by the penalty and any other one multiplied. Bans come next, and the end of thoughts that are
+too long comes last. The open of a session brings the
 tokens generated before it; picks here are recorded. If a position is picked again, only the tokens before it count:
 retried equals once.
 """
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from relayline.stage.sampling.bans import Bans
 from relayline.stage.sampling.dry import Dry
+from relayline.stage.sampling.thought_budget import ThoughtBudget
 from relayline.wire.common.bounds import LOGIT_BIAS_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import InternalError, ProtocolError
 
@@ -57,12 +59,13 @@ class Penalties:
         repetition: Repetition | None = None,
         bans: Bans | None = None,
         dry: Dry | None = None,
+        thoughts: ThoughtBudget | None = None,
     ) -> None:
         """Raise ProtocolError for tokens outside the vocabulary, or too many."""
         self._repetition = repetition or Repetition()
         if max(self._repetition.read, default=0) >= n_vocab or len(self._repetition.read) > PENALTY_TOKENS_MAX:
             raise ProtocolError("the end of a prompt is too long, or has tokens outside the vocabulary")
-        self._bans, self._dry = bans, dry
+        self._bans, self._dry, self._thoughts = bans, dry, thoughts
         tokens = [token for token, _ in biases]
         if len(tokens) > LOGIT_BIAS_MAX or len(said) > PENALTY_TOKENS_MAX:
             raise ProtocolError(f"{len(tokens)} logit biases and {len(said)} tokens of the answer are too many")
@@ -91,6 +94,8 @@ class Penalties:
             self._dry.apply(out, self._latest(self._dry.n_latest))
         if self._bans is not None:
             self._bans.apply(out, position, self._said[max(0, len(self._said) - self._bans.looks_back) :])
+        if self._thoughts is not None:
+            self._thoughts.apply(out, position, self._said)
 
     def _repeat(self, out: npt.NDArray[np.float32]) -> None:
         tokens = np.unique(np.array(self._latest(self._repetition.n_latest), np.int64))
@@ -111,6 +116,8 @@ class Penalties:
             del self._said[:PENALTY_TOKENS_MAX]
         if self._position is not None:
             self._position += 1
+            if self._thoughts is not None:
+                self._thoughts.said(self._said, self._position)
 
     def _go_to(self, position: int) -> None:
         n_again = 0 if self._position is None else self._position - position

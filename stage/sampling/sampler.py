@@ -42,11 +42,13 @@ from relayline.stage.sampling.mirostat import Mirostat
 from relayline.stage.sampling.noise import Noise
 from relayline.stage.sampling.penalties import Penalties, Repetition
 from relayline.stage.sampling.sorting_filters import Filters, kept_behind, xtc_acts
+from relayline.stage.sampling.thought_budget import ThoughtBudget
 from relayline.stage.sampling.together import DrawsTogether
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
 from relayline.wire.common.sampler_fields import BY_NAME, check_numbers
 from relayline.wire.common.sampler_order import order_of
+from relayline.wire.common.thoughts import marks_from
 
 _U64 = (1 << 64) - 1
 
@@ -72,6 +74,7 @@ class SamplingOptions:
 
     dry_breakers: tuple[int, ...] = ()  # see stage.sampling.dry, as the next
     dry_sequences: tuple[tuple[int, ...], ...] = ()
+    thought_marks: tuple[tuple[int, ...], ...] = ()  # see stage.sampling.thought_budget; empty: thoughts have no bound
 
     def number(self, name: str) -> float:
         """Return a number of the table of sampler fields, or its neutral value if it was not given."""
@@ -91,6 +94,15 @@ class SamplingOptions:
         if not multiplier or not n_latest:
             return None
         return Dry.of((multiplier, base, allowed, n_latest), self.dry_breakers, self.dry_sequences, n_vocab)
+
+    def thought_budget(self, n_vocab: int, vocabulary: LLTokenizer | None) -> ThoughtBudget | None:
+        """Return the bound of its thoughts, None for no bound. Raises ProtocolError."""
+        n_tokens_max, begun_at = map(self.number, ("thought_tokens_max", "thoughts_begun_at"))
+        if n_tokens_max < 0:
+            return None
+        bytes_of = None if vocabulary is None else lambda tokens: vocabulary.decode_bytes([*tokens])
+        marks = marks_from(self.thought_marks, n_vocab)
+        return ThoughtBudget(marks, int(n_tokens_max), int(begun_at) if begun_at >= 0 else None, bytes_of)
 
     @property
     def mirostat(self) -> Mirostat | None:
@@ -201,13 +213,15 @@ class SessionSampler:
         self._penalties: Penalties | None = None
         repetition = Repetition(options.number("repetition_penalty"), int(options.number("repeat_last_n")), [*read])
         frequency, presence, bans = options.frequency_penalty, options.presence_penalty, options.bans(n_vocab)
-        dry = options.dry(n_vocab)
+        dry, thoughts = options.dry(n_vocab), options.thought_budget(n_vocab, vocabulary)
         self._mirostat, self._adaptive = options.mirostat, options.adaptive
         if self._mirostat is not None:  # as in llama.cpp, it stands in place of all that looks at earlier tokens
             frequency, presence, repetition, dry = 0.0, 0.0, Repetition(), None
         is_changed = frequency or presence or options.logit_bias or not repetition.is_neutral
-        if is_changed or bans is not None or dry is not None:
-            self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry)
+        if is_changed or any(each is not None for each in (bans, dry, thoughts)):
+            self._penalties = Penalties(
+                frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry, thoughts
+            )
         sorting = options.sorting_filters
         self._sorting = None if sorting is None else sorting.parts
         self._infill = Infill(vocabulary) if options.number("infill") and options.temperature > 0 else None

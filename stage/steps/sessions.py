@@ -211,6 +211,7 @@ class Sessions:
             dry_breakers=tuple(itertools.accumulate(options.dry_breaker_steps)),
             dry_sequences=tuple(tuple(each.tokens) for each in options.dry_sequences),
             bad_words=tuple(tuple(word.tokens) for word in options.bad_words),
+            thought_marks=tuple(tuple(mark.tokens) for mark in options.thought_marks),
         )
         if not self._engine.is_last:
             return None

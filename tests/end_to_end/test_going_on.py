@@ -15,6 +15,7 @@ from relayline.coordinator.sessions.streams import SessionStream
 from relayline.coordinator.sessions.suspects import Suspects
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.sampling.mirostat import Mirostat
+from relayline.wire.common.thoughts import ThoughtMarks
 from tests.stage.sampling.test_penalties import PENALISED, assert_penalised
 from tests.support.fleet import (
     GREEDY,
@@ -106,6 +107,35 @@ async def test_answers_go_on_behind_what_was_said_before(artifacts: Artifacts, w
     assert_greedy(whole, prompts[0], outputs[0])
     assert_seeded(whole, prompts[1], outputs[1], SEEDED)
     assert_penalised(whole, prompts[2], outputs[2])
+
+
+@pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
+async def test_thoughts_end_once_over_losses(kv_layout: str, artifacts: Artifacts, whole: ReferenceModel) -> None:
+    """Links break before, among and behind the last words. Of the second answer the thoughts begin late."""
+    (late_prompt, opened), words, end = (prompt_of(90, 20), prompt_of(91, 20)), (7, 8), (150, 151)
+    whole.drop_from(0, 0)
+    begin = tuple(whole.greedy(late_prompt, 3))
+    numbers = {"thought_tokens_max": 10.0}
+    sampling = [
+        SamplingParams(0.0, thought_marks=ThoughtMarks((152,), end, words), numbers=tuple(sorted(each.items())))
+        for each in ({**numbers, "thoughts_begun_at": float(len(opened))}, numbers)
+    ]
+    sampling[1] = dataclasses.replace(sampling[1], thought_marks=ThoughtMarks(begin, end, words))
+    async with fleet(artifacts([1, 3]), kv_layout=kv_layout, proxied=True) as running:
+        streams = [
+            running.pipeline.open(request(prompt, 40, how))
+            for prompt, how in zip((opened, late_prompt), sampling, strict=True)
+        ]
+        said = [await read_over_losses(running, stream) for stream in streams]
+        again = dataclasses.replace(request(opened, 40, sampling[0]), said=tuple(said[0][:12]))
+        rest = await tokens_of(running.pipeline.open(again))
+    for prompt, tokens, n_before in ((opened, said[0], 10), (late_prompt, said[1], 13)):
+        behind = n_before + len(words) + len(end)
+        assert tuple(tokens[n_before:behind]) == (*words, *end)
+        assert_greedy(whole, prompt, tokens[:n_before])
+        assert_greedy(whole, (*prompt, *tokens[:behind]), tokens[behind:])
+        assert len(tokens) == 40
+    assert said[0][:12] + rest == said[0], "as after a restart of the coordinator"
 
 
 @pytest.mark.parametrize("version", [1, 2])

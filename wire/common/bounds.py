@@ -18,6 +18,8 @@ PENALTY_MAX = 2.0  # of frequency and presence, either way; as the OpenAI API ha
 BIAS_MAX = 100.0  # of a token's logit, either way; as the OpenAI API has it
 PENALTY_TOKENS_MAX = 1_024  # latest tokens of a stream that its penalties look at
 SAMPLER_TOKENS_MAX = 1_024  # tokens of each list that a session is sampled by: allowed, held back, of all bad words
+THOUGHT_MARK_TOKENS_MAX = 32  # of each of the two marks around thoughts
+LAST_WORDS_TOKENS_MAX = 192  # of what is said where thoughts are too long, before the mark of their end
 DRY_BREAKERS_MAX = 14_336  # tokens that break a repetition, of one session; they travel as steps of one or two bytes
 LOGIT_BIAS_MAX = 300  # tokens of one logit_bias; the OpenAI API's ceiling
 GRAMMAR_BYTES_MAX = 64 * 1024  # UTF-8 of one session's grammar; most have one KiB
@@ -187,6 +189,7 @@ assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * TOLD_TOKENS_MAX
 LISTS_BYTES_MAX = 4 * PENALTY_TOKENS_MAX + 3 * 4 * SAMPLER_TOKENS_MAX + 4 * SAMPLER_TOKENS_MAX
 # Breakers that stand closer than 128 apart take one byte; of a vocabulary of 2^20 few more than 8,192 do not.
 LISTS_BYTES_MAX += 8 * SAMPLER_TOKENS_MAX + 2 * DRY_BREAKERS_MAX
+LISTS_BYTES_MAX += 4 * (2 * THOUGHT_MARK_TOKENS_MAX + LAST_WORDS_TOKENS_MAX)
 assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + GRAMMAR_BYTES_MAX + LISTS_BYTES_MAX
 assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= 8 * OPTIONS_BYTES_MAX  # some sessions always open together
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from relayline.wire.common.bounds import PENALTY_TOKENS_MAX
+from relayline.wire.common.bounds import CTX_TOKENS_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import ProtocolError
 from relayline.wire.common.sampler_order import N_ORDERS
 
@@ -102,6 +102,10 @@ FIELDS = (
     SamplerField(name="pooling", neutral=0, low=0, high=3, is_whole=True, is_public=False),
     # And that goes through the model's head that ranks: the chances of its labels are the answer.
     SamplerField(name="ranked", neutral=0, low=0, high=1, is_whole=True, is_public=False),
+    # Thoughts are ended behind so many tokens; see stage.sampling.thought_budget.
+    SamplerField(name="thought_tokens_max", neutral=-1.0, low=0, high=CTX_TOKENS_MAX, is_whole=True, is_public=False),
+    # Position of the first token of thoughts that are under way at the open.
+    SamplerField(name="thoughts_begun_at", neutral=-1.0, low=0, high=1 << 32, is_whole=True, is_public=False),
     # Tokens that are held back are not picked before this position.
     SamplerField(name="held_back_until", neutral=0, low=0, high=1 << 32, is_whole=True, is_public=False),
 )

@@ -10,6 +10,7 @@ import dataclasses
 
 from relayline.wire.common import bounds
 from relayline.wire.common.kv_layout import KV_LAYOUTS, WINDOW_CELLS, asked_layout, choose_layout
+from relayline.wire.common.thoughts import read_last_words
 from relayline.wire.common.usable_cores import computing_cores
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.model_files.adapter_texts import read_adapters
@@ -651,6 +652,25 @@ class ServingSettings(Settings):
         form=read_page_url,
         flag="--jaeger-url",
         place="telemetry.jaegerUrl",
+        reader=COORDINATOR,
+    )
+    reasoning_budget: int = setting(
+        -1,
+        """
+    Most tokens of each block of a chat's thoughts, for requests that name none. Then the thoughts are ended. -1: any
+    number; 0: none.""",
+        low=-1,
+        high=bounds.CTX_TOKENS_MAX,
+        flag="--reasoning-budget",
+        place="coordinator.reasoningBudget",
+        reader=COORDINATOR,
+    )
+    reasoning_budget_message: str = setting(
+        "",
+        "Text that ends thoughts beyond the budget, before the mark of their end: 192 bytes at most.",
+        form=read_last_words,
+        flag="--reasoning-budget-message",
+        place="coordinator.reasoningBudgetMessage",
         reader=COORDINATOR,
     )
     strict_max_tokens: bool = setting(

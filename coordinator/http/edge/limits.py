@@ -38,6 +38,8 @@ class HttpLimits:
     connections_per_address_max: int = 512  # 0: no bound; none for loopback, where everybody behind a proxy comes from
     pooling: str = "auto"  # of hidden rows to an embedding: a name of sampler_fields.POOLINGS, or the model's
     strict_max_tokens: bool = False  # refuse a max_tokens that the context has no room for, instead of giving the room
+    reasoning_budget: int = -1  # tokens of each block of thoughts, for requests that name none; -1: any number
+    reasoning_budget_message: str = ""  # what thoughts end with that are longer
     model_aliases: tuple[str, ...] = ()  # further names of the model
     adapters: tuple[str, ...] = ()  # names of LoRA adapters, by which requests choose one; the first is choice 1
     lora: tuple[AdapterText, ...] = ()  # all LoRA adapters, those without names too
@@ -62,6 +64,8 @@ def limits_of(serving: ServingSettings, recommended: Recommended = NOTHING) -> H
         connections_per_address_max=serving.connections_per_address,
         pooling=serving.pooling,
         strict_max_tokens=serving.strict_max_tokens,
+        reasoning_budget=serving.reasoning_budget,
+        reasoning_budget_message=serving.reasoning_budget_message,
         model_aliases=tuple(filter(None, map(str.strip, serving.served_model_name.split(",")))),
         adapters=serving.adapter_names,
         lora=read_adapters(serving.lora) if serving.lora else (),

@@ -45,9 +45,10 @@ class Turn(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """`thinking`; a budget is a wish, which no template knows."""
+    """`thinking`."""
 
     type: str
+    budget_tokens: Positive | None = None
 
 
 class OutputConfig(Struct, kw_only=True):
@@ -123,6 +124,7 @@ def _fields(body: MessagesBody) -> Fields:
     fields: Fields = {
         "model": body.model,
         "max_tokens": body.max_tokens,
+        "thinking_token_budget": body.thinking.budget_tokens if body.thinking else None,
         "stop": body.stop_sequences,
         "stream": bool(body.stream),
         "stream_options": {"include_usage": True} if body.stream else None,  # the last events carry it

@@ -32,6 +32,7 @@ CHOICES_MAX = 16_384  # that an answer may be one of: as many as its grammar has
 
 Positive = Annotated[int, Meta(ge=1)]
 TokenLimit = Annotated[int, Meta(ge=-1)]  # at least 1, or -1 for no limit, as llama-server has it
+ThoughtBudget = Annotated[int, Meta(ge=-1)]  # -1: no bound
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 Bias = Annotated[float, Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
@@ -212,6 +213,10 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None  # as vLLM has it, like the next
     add_generation_prompt: bool | None = None
     reasoning_format: str | None = None  # as llama-server has it
+    thinking_token_budget: ThoughtBudget | None = None  # as vLLM has it; the next three as llama-server
+    thinking_budget_tokens: ThoughtBudget | None = None
+    reasoning_budget_tokens: ThoughtBudget | None = None
+    reasoning_budget_message: str | None = None
     modalities: list[str] | None = None
     audio: Any = None
     echo: Any = None

@@ -43,6 +43,8 @@ class Plan:
     n_logprobs: int = -1  # alternatives of each token of the answer; below 0: no log probabilities
     n_prompt_logprobs: int = -1  # the same of each token of the prompt, as vLLM shows them
     continuous_usage: bool = False  # each event of a stream carries the usage so far
+    thought_tokens_max: int | None = None  # of each block of a chat's thoughts; None: no bound
+    last_words: str = ""  # of thoughts that are ended
     line_end: LineEnd = ANYWHERE  # the line behind which the answer ends
     shows_timings: bool = False
     shows_progress: bool = False  # of the prompt, in a stream
@@ -56,11 +58,14 @@ class Plan:
 
     def sampling_of(self, choice: int, n_prompt: int = 0) -> SamplingParams:
         """Return the sampling of the n-th choice of a prompt: seed + choice, so each can be asked for alone."""
-        if not choice and not self.sampling.held_back_tokens:
-            return self.sampling
-        numbers = self.sampling.numbers
+        moved = {}
         if self.sampling.held_back_tokens:
-            numbers = tuple(sorted({**dict(numbers), "held_back_until": float(n_prompt + self.min_tokens)}.items()))
+            moved["held_back_until"] = float(n_prompt + self.min_tokens)
+        if self.sampling.number("thoughts_begun_at") >= 0:
+            moved["thoughts_begun_at"] = float(n_prompt)
+        if not choice and not moved:
+            return self.sampling
+        numbers = tuple(sorted({**dict(self.sampling.numbers), **moved}.items())) if moved else self.sampling.numbers
         return dataclasses.replace(self.sampling, seed=(self.sampling.seed + choice) % SEEDS, numbers=numbers)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from relayline.coordinator.answers.syntax import Thinking
 from relayline.coordinator.http.requests.plan import Plan
 from relayline.coordinator.http.requests.prompts import check_tokens
 from relayline.coordinator.text.dry import breakers_of
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.wire.common.bounds import LOGIT_BIAS_MAX, SAMPLER_TOKENS_MAX
+from relayline.wire.common.bounds import CTX_TOKENS_MAX, LOGIT_BIAS_MAX, SAMPLER_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.thoughts import ThoughtMarks
 
 
 class PlanTokens:
@@ -61,6 +63,22 @@ class PlanTokens:
             bad_words=tuple(word for word in words if word),
         )
         return dataclasses.replace(plan, sampling=sampling, bad_words=(), bias_texts=())
+
+    def with_thoughts(self, plan: Plan, thinking: Thinking | None, ctx_tokens: int, *, is_thinking: bool) -> Plan:
+        """Return the plan with the bound of its thoughts, unless the answer ends before. `is_thinking`: the prompt has
+        begun them.
+        """
+        n_most = min(filter(None, (plan.max_tokens, ctx_tokens)), default=CTX_TOKENS_MAX)
+        if plan.thought_tokens_max is None or thinking is None or plan.thought_tokens_max >= n_most:
+            return plan
+        begin, end = (self._tokenizer.encode(mark, add_special=False) for mark in (thinking.open, thinking.close))
+        words = self._plain(plan.last_words, "reasoning_budget_message") if plan.last_words else ()
+        numbers = {**dict(plan.sampling.numbers), "thought_tokens_max": float(plan.thought_tokens_max)}
+        if is_thinking:
+            numbers["thoughts_begun_at"] = 0.0  # the place follows from each prompt, see `Plan.sampling_of`
+        marks = ThoughtMarks(tuple(begin), tuple(end), tuple(words))
+        sampling = dataclasses.replace(plan.sampling, numbers=tuple(sorted(numbers.items())), thought_marks=marks)
+        return dataclasses.replace(plan, sampling=sampling, thought_tokens_max=None, last_words="")
 
     def _plain(self, text: str, param: str) -> list[int]:
         return self._tokenizer.encode(

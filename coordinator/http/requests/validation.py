@@ -20,10 +20,11 @@ from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.model_names import without_latest
 from relayline.coordinator.sessions.tenants import tier_of, turn_of
 from relayline.coordinator.text.line_end import LineEnd
-from relayline.wire.common.bounds import BIAS_MAX
+from relayline.wire.common.bounds import BIAS_MAX, CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError, ModelNotFoundError
 from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
 from relayline.wire.common.texts import counted, whole_number
+from relayline.wire.common.thoughts import read_last_words
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
 _U64 = 1 << 64
@@ -114,7 +115,32 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
         _check_lists(body, "tools")
     if offered and plan.ignore_eos:
         raise InvalidRequestError.of_field("ignore_eos", "not together with tools, whose calls end the answer")
-    return dataclasses.replace(plan, offered=offered, splits_reasoning=body.reasoning_format != "none")
+    return dataclasses.replace(
+        plan,
+        offered=offered,
+        splits_reasoning=body.reasoning_format != "none",
+        thought_tokens_max=_thought_budget(body, limits),
+        last_words=_last_words(body, limits),
+    )
+
+
+def _thought_budget(body: ChatBody, limits: HttpLimits) -> int | None:
+    """Return the most tokens of each block of thoughts; None for any number."""
+    names = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
+    asked = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if len(set(asked.values())) > 1:
+        raise InvalidRequestError.of_field(list(asked)[-1], f"{' and '.join(asked)} differ; send one of them")
+    budget = next(iter(asked.values()), limits.reasoning_budget)
+    return None if budget < 0 else min(budget, CTX_TOKENS_MAX)
+
+
+def _last_words(body: ChatBody, limits: HttpLimits) -> str:
+    if body.reasoning_budget_message is None:
+        return limits.reasoning_budget_message
+    try:
+        return read_last_words(body.reasoning_budget_message)
+    except ValueError as error:
+        raise InvalidRequestError.of_field("reasoning_budget_message", f"must be {error}") from None
 
 
 def check_messages(messages: Sequence[MessageBody]) -> None:

@@ -213,6 +213,8 @@ class Preparer:
         work.enter("template")
         rendered, messages, marked = self._rendered(body, plan)
         is_thinking = self._conversation().is_thinking(rendered)
+        thinking = self._conversation().thinking
+        plan = self._plan_tokens.with_thoughts(plan, thinking, ctx_tokens, is_thinking=is_thinking)
         work.enter("tokens")
         start_ns = time.monotonic_ns()
         prompt = self._chat_tokens(rendered, marked, ctx_tokens)

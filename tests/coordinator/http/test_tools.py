@@ -518,6 +518,86 @@ async def test_a_shape_begins_where_the_thought_ends(tokenizer: Tokenizer) -> No
     assert "</think>" not in own
 
 
+@pytest.mark.parametrize(
+    ("template", "fields", "budget"),
+    [
+        (THINKS, {}, None),
+        (THINKS, {"thinking_token_budget": 20}, 20),
+        (OPENS_THOUGHTS, {"reasoning_budget_tokens": 0, "reasoning_budget_message": "So:"}, 0),
+        (OPENS_THOUGHTS, {"thinking_budget_tokens": 20, "thinking_token_budget": 20, "max_tokens": 21}, 20),
+        (THINKS, {"thinking_token_budget": 20, "max_tokens": 20}, None),
+        (THINKS, {"thinking_token_budget": -1}, None),
+        (THINKS, {"thinking_token_budget": 200_000}, None),
+        (CHATML, {"thinking_token_budget": 20}, None),
+    ],
+)
+async def test_thoughts_have_the_budget_of_the_request(
+    tokenizer: Tokenizer, template: str, fields: dict[str, Any], budget: int | None
+) -> None:
+    extra = {"tools": None, "extra_body": {key: value for key, value in fields.items() if key != "max_tokens"}}
+    if "max_tokens" in fields:
+        extra["max_tokens"] = fields["max_tokens"]
+    asked = await requested(tokenizer, template, **extra)
+    if budget is None:
+        assert (asked.sampling.thought_marks, asked.sampling.number("thought_tokens_max")) == (None, -1.0)
+        return
+    marks = asked.sampling.thought_marks
+    assert marks is not None
+    assert [tokenizer.decode(part) for part in marks] == [
+        "<think>",
+        "</think>",
+        fields.get("reasoning_budget_message", ""),
+    ]
+    assert asked.sampling.number("thought_tokens_max") == budget
+    begun_at = len(asked.prompt_tokens) if template is OPENS_THOUGHTS else -1
+    assert asked.sampling.number("thoughts_begun_at") == begun_at
+
+
+async def test_each_choice_has_the_budget(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, "x", OPENS_THOUGHTS, ctx_tokens=200_000) as (ask, served):
+        await ask(tools=None, n=2, extra_body={"thinking_token_budget": 9, "min_tokens": 3})
+    for asked in served.generator.requests:
+        n_prompt = len(asked.prompt_tokens)
+        numbers = dict(asked.sampling.numbers)
+        assert (numbers["thoughts_begun_at"], numbers["held_back_until"]) == (n_prompt, n_prompt + 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        (
+            {"thinking_token_budget": 5, "reasoning_budget_tokens": 6},
+            "thinking_token_budget and reasoning_budget_tokens",
+        ),
+        ({"reasoning_budget_message": "x" * 193}, "a text of at most 192 bytes"),
+    ],
+)
+async def test_a_wrong_budget_is_refused(tokenizer: Tokenizer, fields: dict[str, Any], says: str) -> None:
+    async with client_of(tokenizer, "x", THINKS) as (ask, _):
+        with pytest.raises(openai.BadRequestError, match=says):
+            await ask(tools=None, extra_body=fields)
+
+
+async def test_the_server_has_a_budget_for_requests_that_name_none(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(says(b"x"), ctx_tokens=1_000)
+    limits = {"reasoning_budget": 7, "reasoning_budget_message": "Enough."}
+    async with (
+        serving(tokenizer, generator, template=THINKS, **limits) as served,
+        openai_client(served.url) as client,
+    ):
+        for extra in ({}, {"thinking_token_budget": 9, "reasoning_budget_message": ""}, {"thinking_token_budget": -1}):
+            await client.chat.completions.create(model=MODEL, messages=[USER], extra_body=extra)
+        await client.responses.create(model=MODEL, input="x")
+    found = [
+        (request.sampling.number("thought_tokens_max"), tokenizer.decode(request.sampling.thought_marks.last_words))
+        if request.sampling.thought_marks
+        else None
+        for request in generator.requests
+    ]
+    assert found == [(7.0, "Enough."), (9.0, ""), None, (7.0, "Enough.")]
+
+
 async def test_a_stream_that_holds_text_back_for_long_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments between tags that are no text come as a whole, minutes later perhaps."""
     now_s, transport = [100.0], mock.Mock()

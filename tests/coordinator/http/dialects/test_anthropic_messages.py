@@ -130,10 +130,11 @@ async def test_the_events_of_text(tokenizer: Tokenizer) -> None:
 
 async def test_reasoning_and_a_call_are_separate_blocks(tokenizer: Tokenizer) -> None:
     generator = FakeGenerator(says(b"<think>hm</think>so" + CALL))
-    fields: dict[str, Any] = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    fields: dict[str, Any] = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 16}}
     async with asking(tokenizer, generator, TEMPLATE) as ask:
         _, message = await ask(**fields)
         events = await ask.events(**fields)
+    assert {request.sampling.number("thought_tokens_max") for request in generator.requests} == {16.0}
     thought, text, call = message["content"]
     assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
     assert thought["signature"]

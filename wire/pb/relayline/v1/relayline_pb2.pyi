@@ -389,7 +389,7 @@ class Frame(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., flags: _Optional[int] = ..., argument: _Optional[int] = ..., checksum: _Optional[int] = ..., enqueued_ns: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class SessionOptions(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar", "baggage", "numbers", "read", "allowed_tokens", "held_back_tokens", "bad_words", "dry_breaker_steps", "dry_sequences", "told", "told_from", "kept_key")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar", "baggage", "numbers", "read", "allowed_tokens", "held_back_tokens", "bad_words", "dry_breaker_steps", "dry_sequences", "told", "told_from", "thought_marks", "kept_key")
     class NumbersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +421,7 @@ class SessionOptions(_message.Message):
     DRY_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOLD_FIELD_NUMBER: _ClassVar[int]
     TOLD_FROM_FIELD_NUMBER: _ClassVar[int]
+    THOUGHT_MARKS_FIELD_NUMBER: _ClassVar[int]
     KEPT_KEY_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
@@ -446,8 +447,9 @@ class SessionOptions(_message.Message):
     dry_sequences: _containers.RepeatedCompositeFieldContainer[TokenList]
     told: _containers.RepeatedScalarFieldContainer[int]
     told_from: int
+    thought_marks: _containers.RepeatedCompositeFieldContainer[TokenList]
     kept_key: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., read: _Optional[_Iterable[int]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., held_back_tokens: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., dry_breaker_steps: _Optional[_Iterable[int]] = ..., dry_sequences: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., told: _Optional[_Iterable[int]] = ..., told_from: _Optional[int] = ..., kept_key: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., read: _Optional[_Iterable[int]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., held_back_tokens: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., dry_breaker_steps: _Optional[_Iterable[int]] = ..., dry_sequences: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., told: _Optional[_Iterable[int]] = ..., told_from: _Optional[int] = ..., thought_marks: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ..., kept_key: _Optional[int] = ...) -> None: ...
 
 class TokenList(_message.Message):
     __slots__ = ("tokens",)

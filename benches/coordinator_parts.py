@@ -33,7 +33,8 @@ from relayline.coordinator.engine.instructions import Dispatch, Generated, Instr
 from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
 from relayline.coordinator.http.edge.sse import data_frame
 from relayline.coordinator.http.replies.choice import ChoiceState, Ending, Speller
-from relayline.coordinator.http.replies.dialects import ChatDialect, Header
+from relayline.coordinator.http.replies.dialect import Header
+from relayline.coordinator.http.replies.openai_dialects import ChatDialect
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.schedule.config import ScheduleConfig

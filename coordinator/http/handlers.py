@@ -16,9 +16,10 @@ from relayline.coordinator.http.edge.middleware import json_response, response_o
 from relayline.coordinator.http.edge.record import RECORD
 from relayline.coordinator.http.llama.settings import default_settings
 from relayline.coordinator.http.replies import shapes
-from relayline.coordinator.http.replies.dialects import ChatDialect, CompletionDialect, Header
+from relayline.coordinator.http.replies.dialect import Header
 from relayline.coordinator.http.replies.job import Job, make_job, unpacked_prompts
 from relayline.coordinator.http.replies.observe import note_input, note_plan, note_prompts
+from relayline.coordinator.http.replies.openai_dialects import ChatDialect, CompletionDialect
 from relayline.coordinator.http.replies.reply import run
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests import validation

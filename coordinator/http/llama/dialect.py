@@ -11,8 +11,8 @@ import msgspec
 
 from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.replies import shapes
-from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt, Scored, Speller
-from relayline.coordinator.http.replies.dialects import Header, OpenAIStream
+from relayline.coordinator.http.replies.choice import FinishReason, Growth, Scored, Speller
+from relayline.coordinator.http.replies.dialect import Dialect, Header
 from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.sessions.generation import PromptProgress
 
@@ -32,8 +32,8 @@ class _Answer:
         self.has_new_line = self.has_new_line or "\n" in growth.text
 
 
-class LlamaDialect(OpenAIStream):
-    """/completion and /infill."""
+class LlamaDialect(Dialect):
+    """/completion and /infill. An event with `stop` is the end of each answer."""
 
     def __init__(
         self, header: Header, speller: Speller, n_top: int, options: AnswerOptions, n_prompts: Sequence[int]
@@ -48,14 +48,6 @@ class LlamaDialect(OpenAIStream):
         """Say how many answers there are."""
         self._n_per_prompt = n_choices // len(self._n_prompts)
         return self
-
-    def closing_events(self) -> Sequence[bytes]:
-        """Return nothing: an event with `stop` is each answer's end."""
-        return ()
-
-    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
-        """Return nothing: a completion has no role to announce."""
-        return None
 
     def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
         """Return the event that says how far a prompt has been read."""

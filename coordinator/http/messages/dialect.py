@@ -9,7 +9,7 @@ from relayline.coordinator.answers.reader import CallPart
 from relayline.coordinator.http.messages.errors import messages_error
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt
-from relayline.coordinator.http.replies.dialects import Header
+from relayline.coordinator.http.replies.dialect import Dialect, Header
 from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.http.requests.inner_form import named_frames
 from relayline.wire.common.errors import RelaylineError
@@ -21,8 +21,8 @@ _SIGNATURE = "unsigned"  # of thoughts: clients send it back with them; it is no
 _PING = b'{"type":"ping"}'
 
 
-class MessagesDialect:
-    """/v1/messages: one choice."""
+class MessagesDialect(Dialect):
+    """/v1/messages: one choice. The event message_stop is the end."""
 
     def __init__(self, header: Header, n_prompt: int, request_id: str) -> None:
         """`n_prompt`: tokens of the prompt, which the first event says."""
@@ -69,10 +69,6 @@ class MessagesDialect:
         """Return the events that end the message."""
         delta = _event("message_delta", delta={"container": None, **self._ending()}, usage=_counts(*_tokens(usage)))
         return named_frames([delta, _event("message_stop")])
-
-    def closing_events(self) -> Sequence[bytes]:
-        """Return nothing: message_stop is the end."""
-        return ()
 
     def failure_event(self, error: RelaylineError) -> bytes:
         """Return the event that ends a message that failed."""

@@ -13,8 +13,8 @@ from relayline.coordinator.answers.reader import CallPart
 from relayline.coordinator.http.edge.errors import error_body
 from relayline.coordinator.http.edge.sse import StreamForm
 from relayline.coordinator.http.replies import shapes
-from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt, Scored, Speller
-from relayline.coordinator.http.replies.dialects import Header, OpenAIStream, token_logprob
+from relayline.coordinator.http.replies.choice import FinishReason, Growth, Scored, Speller
+from relayline.coordinator.http.replies.dialect import Dialect, Header, token_logprob
 from relayline.coordinator.http.replies.shapes import Usage
 from relayline.wire.common.errors import RelaylineError
 
@@ -22,8 +22,8 @@ CONTENT_TYPE = "application/x-ndjson"
 _MS_NS = 1e6
 
 
-class OllamaDialect(OpenAIStream):
-    """/api/chat, and /api/generate: one choice."""
+class OllamaDialect(Dialect):
+    """/api/chat, and /api/generate: one choice. An object that is `done` is the end."""
 
     def __init__(
         self, header: Header, speller: Speller, n_top: int, *, is_chat: bool, clock: Callable[[], datetime.datetime]
@@ -41,10 +41,6 @@ class OllamaDialect(OpenAIStream):
     def frame(self, event: bytes) -> bytes:
         """Return the line of an object, and none for none."""
         return event + b"\n" if event else b""
-
-    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
-        """Return nothing: an answer begins with its first token."""
-        return None
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the object for one token; none where it only adds to a call."""
@@ -64,10 +60,6 @@ class OllamaDialect(OpenAIStream):
     def usage_event(self, usage: Usage) -> bytes:
         """Never asked for: the last object says the counts."""
         raise NotImplementedError
-
-    def closing_events(self) -> Sequence[bytes]:
-        """Return nothing: an object that is `done` is the end."""
-        return ()
 
     def failure_event(self, error: RelaylineError) -> bytes:
         """Return the object that makes Ollama's clients raise."""

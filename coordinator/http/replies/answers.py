@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from relayline.coordinator.http.replies.choice import ChoiceState, Growth, Prompt, Scored
-from relayline.coordinator.http.replies.dialects import SoFar
+from relayline.coordinator.http.replies.dialect import SoFar
 from relayline.coordinator.http.replies.job import Job
 from relayline.coordinator.http.replies.merge import Arrival, Merge
 from relayline.coordinator.http.replies.shapes import CompletionTokensDetails, PromptTokensDetails, Timings, Usage

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from relayline.coordinator.http.replies.choice import ChoiceState, Ending, Prompt
-from relayline.coordinator.http.replies.dialects import Header
+from relayline.coordinator.http.replies.dialect import Header
 from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.requests.chat_form import ChatForm
 from relayline.coordinator.http.requests.plan import Plan

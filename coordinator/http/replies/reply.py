@@ -13,7 +13,7 @@ from relayline.coordinator.http.edge.record import RECORD
 from relayline.coordinator.http.edge.sse import SSE, StreamForm
 from relayline.coordinator.http.replies.answers import Answers, sum_of
 from relayline.coordinator.http.replies.choice import Growth
-from relayline.coordinator.http.replies.dialects import Dialect, OpenAIStream
+from relayline.coordinator.http.replies.dialect import Dialect
 from relayline.coordinator.http.replies.job import Job, open_streams
 from relayline.coordinator.http.replies.merge import Arrival, Merge
 from relayline.coordinator.http.replies.observe import note_output, wants_content
@@ -46,10 +46,9 @@ async def run(
     begun_ns = time.monotonic_ns()
     async with Merge(streams, service.limits.backlog_events_max) as merge:
         answers = Answers(job, job.choice_states(service), merge, begun_ns)
-        if isinstance(dialect, OpenAIStream):
-            dialect.begun_ns = begun_ns
-            if job.plan.continuous_usage or job.plan.shows_timings:
-                dialect.so_far = answers.so_far
+        dialect.begun_ns = begun_ns
+        if job.plan.continuous_usage or job.plan.shows_timings:
+            dialect.so_far = answers.so_far
         try:
             if job.plan.stream:
                 return await Streaming(request, service, dialect, merge, answers, form, before_end).run()

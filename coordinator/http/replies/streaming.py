@@ -18,7 +18,7 @@ from relayline.coordinator.http.edge.record import RECORD, note_failure, note_wh
 from relayline.coordinator.http.edge.sse import SSE, EventWriter, StreamForm
 from relayline.coordinator.http.replies.answers import Answers, sum_of
 from relayline.coordinator.http.replies.choice import Growth
-from relayline.coordinator.http.replies.dialects import Dialect, OpenAIStream
+from relayline.coordinator.http.replies.dialect import Dialect
 from relayline.coordinator.http.replies.merge import Arrival, Merge
 from relayline.coordinator.http.replies.observe import note_output, wants_content
 from relayline.coordinator.http.replies.service import Service
@@ -126,7 +126,7 @@ class Streaming:
     def _add(self, arrival: Arrival) -> None:
         answers, dialect, index = self._answers, self._dialect, arrival.stream
         if arrival.progress is not None:
-            if isinstance(dialect, OpenAIStream) and answers.states[index].finish_reason is None:
+            if answers.states[index].finish_reason is None:
                 time_ms = (time.monotonic_ns() - dialect.begun_ns) // 1_000_000
                 event = dialect.progress_event(index, arrival.progress, time_ms)
                 self._events += [event] if event is not None else []

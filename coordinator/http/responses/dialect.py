@@ -13,7 +13,7 @@ from relayline.coordinator.answers.reader import CALL_ID_CHARS
 from relayline.coordinator.http.edge.errors import error_body
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt, Scored, Speller
-from relayline.coordinator.http.replies.dialects import Header, token_logprob
+from relayline.coordinator.http.replies.dialect import Dialect, Header, token_logprob
 from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.http.requests.inner_form import named_frames
 from relayline.coordinator.http.requests.plan import Plan
@@ -157,8 +157,8 @@ class OutputItems:
         return self.event("output_item.done", output_index=len(self.items) - 1, item=self.items[-1])
 
 
-class ResponsesDialect:
-    """/v1/responses: one choice."""
+class ResponsesDialect(Dialect):
+    """/v1/responses: one choice. The event with the whole response is the end."""
 
     def __init__(
         self,
@@ -198,10 +198,6 @@ class ResponsesDialect:
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event that carries the whole response."""
         return self.ended_event(self._ended(usage))
-
-    def closing_events(self) -> Sequence[bytes]:
-        """Return nothing: the whole response is the end."""
-        return ()
 
     def failure_event(self, error: RelaylineError) -> bytes:
         """Return the events that end a response that failed."""

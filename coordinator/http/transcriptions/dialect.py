@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from relayline.coordinator.http.replies import shapes
-from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt
-from relayline.coordinator.http.replies.dialects import OpenAIStream
+from relayline.coordinator.http.replies.choice import FinishReason, Growth
+from relayline.coordinator.http.replies.dialect import OpenAIStream
 from relayline.coordinator.http.replies.shapes import Usage
 
 
@@ -18,10 +18,6 @@ class TranscriptionDialect(OpenAIStream):
         """`response_format`: json or text."""
         self._is_text = response_format == "text"
         self._texts: list[str] = []  # of a stream, whose last event has all of them
-
-    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
-        """Return nothing: the first text opens a stream."""
-        return None
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for one token; a model's thoughts are no part of a transcription."""

@@ -19,7 +19,7 @@ from aiohttp import web
 from relayline.coordinator.http.edge.errors import error_body, retry_headers
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.replies import reply as replies
-from relayline.coordinator.http.replies.dialects import CompletionDialect
+from relayline.coordinator.http.replies.openai_dialects import CompletionDialect
 from relayline.coordinator.http.requests.tokenizing import TOKENS_PER_PART
 from relayline.coordinator.http.workers.body_pool import INLINE_BYTES_MAX
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent

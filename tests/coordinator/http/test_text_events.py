@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayline.coordinator.http.replies.choice import ChoiceState, Ending, Growth
-from relayline.coordinator.http.replies.dialects import ChatDialect, CompletionDialect, Header, OpenAIStream, SoFar
+from relayline.coordinator.http.replies.dialect import Dialect, Header, SoFar
+from relayline.coordinator.http.replies.openai_dialects import ChatDialect, CompletionDialect
 from relayline.coordinator.sessions.generation import TokenEvent
 
 TRICKY = '"content":"" "text":""'  # a model may be called anything
@@ -39,7 +40,7 @@ def test_a_text_is_written_as_in_any_event(
 
 
 def test_an_event_with_more_than_text_is_written_whole() -> None:
-    dialect: OpenAIStream = chat(HEADER, -1)
+    dialect: Dialect = chat(HEADER, -1)
     assert isinstance(dialect, ChatDialect)
     thought = json.loads(dialect.growth_event(0, Growth("a", reasoning="b")))["choices"][0]["delta"]
     assert thought == {"content": "a", "reasoning_content": "b"}

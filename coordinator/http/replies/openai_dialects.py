@@ -1,99 +1,22 @@
-"""The two reply formats: how growing choices are written for /v1/completions and for /v1/chat/completions. Pure."""
+"""How answers are written for /v1/completions and for /v1/chat/completions. Pure."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
 from relayline.coordinator.answers.reader import CallPart
-from relayline.coordinator.http.edge.errors import error_body
-from relayline.coordinator.http.edge.sse import DONE, data_frame
 from relayline.coordinator.http.replies import shapes
 from relayline.coordinator.http.replies.choice import LOGPROB_MIN, FinishReason, Growth, Prompt, Scored, Speller
-from relayline.coordinator.http.replies.shapes import Timings, Usage
+from relayline.coordinator.http.replies.dialect import Header, OpenAIStream, SoFar, token_logprob
+from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN, PromptProgress, PromptScore
-from relayline.coordinator.sessions.tenants import ServiceTier
-from relayline.wire.common.errors import RelaylineError
 
 _TEXT_ALONE = Growth()[1:]  # the other fields of a growth that has a text alone
 NO_TOKEN = -1  # in a prompt's ids, in place of a row of an image; llama.cpp's own number
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Header:
-    """The fields that every body and every event of one reply repeats."""
-
-    id: str
-    created: int  # unix seconds
-    model: str
-    fingerprint: str
-    return_token_ids: bool
-    n_prompt_logprobs: int = -1  # of each token of a prompt, as vLLM shows them; below 0: none
-    service_tier: ServiceTier | UnsetType = UNSET  # where it was asked for
-
-
-class SoFar(NamedTuple):
-    """The figures of the whole answer so far, which each event carries."""
-
-    usage: Usage | None = None
-    timings: Timings | UnsetType = UNSET
-
-
-class Dialect(Protocol):
-    """Writes one reply. Methods that end in `event` return the JSON of one SSE event, which `frame` makes lines of."""
-
-    def frame(self, event: bytes) -> bytes:
-        """Return the lines of an event."""
-
-    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
-        """Return the event that opens a choice before its first token, if there is one."""
-
-    def growth_event(self, index: int, growth: Growth) -> bytes:
-        """Return the event for one token."""
-
-    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
-        """Return the event that ends a choice. `stop` is the stop string that did it, empty for none."""
-
-    def closing_events(self) -> Sequence[bytes]:
-        """Return the end of a complete stream."""
-
-    def failure_event(self, error: RelaylineError) -> bytes:
-        """Return the event that ends a stream that is not."""
-
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the event without choices that carries the usage."""
-
-    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
-        """Return the body of a reply that was not streamed."""
-
-
-class OpenAIStream:
-    """The parts common to the streams of both older OpenAI routes: events without names, an error like a reply's,
-    [DONE].
-    """
-
-    so_far: Callable[[], SoFar] = SoFar  # called for each event, and for a reply
-    begun_ns: int = 0  # when the request was admitted; of the monotonic clock
-
-    def frame(self, event: bytes) -> bytes:
-        """Return the lines of an event."""
-        return data_frame(event)
-
-    def closing_events(self) -> Sequence[bytes]:
-        """Return the event that marks the end of the stream."""
-        return (DONE,)
-
-    def failure_event(self, error: RelaylineError) -> bytes:
-        """Return the event that makes OpenAI's clients raise."""
-        return shapes.encode(error_body(error))
-
-    def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
-        """Return the event that says how far a prompt has been read, where its reader has asked for that."""
-        return None
 
 
 class _ChoiceStream(OpenAIStream, abc.ABC):
@@ -240,18 +163,9 @@ class ChatDialect(_ChoiceStream):
 
     def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
         """Return the event that says how far a prompt has been read, as llama-server has it."""
-        header = self._header
-        return shapes.encode(
-            shapes.ChatChunk(
-                header.id,
-                header.created,
-                header.model,
-                header.fingerprint,
-                [shapes.ChunkChoice(index, shapes.Delta())],
-                service_tier=header.service_tier,
-                prompt_progress=shapes.PromptProgress.of(progress, time_ms),
-            )
-        )
+        chunk = self._chunk([shapes.ChunkChoice(index, shapes.Delta())])
+        chunk.prompt_progress = shapes.PromptProgress.of(progress, time_ms)
+        return shapes.encode(chunk)
 
     def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
         """Return the event that ends a choice: an empty delta."""
@@ -291,34 +205,22 @@ class ChatDialect(_ChoiceStream):
     def _event(
         self, choices: list[shapes.ChunkChoice], usage: Usage | None = None, prompt: Prompt | None = None
     ) -> bytes:
-        header, so_far = self._header, self.so_far()
-        body = shapes.ChatChunk(
-            header.id,
-            header.created,
-            header.model,
-            header.fingerprint,
-            choices,
-            usage or so_far.usage or UNSET,
-            timings=so_far.timings,
-            service_tier=header.service_tier,
-            prompt_token_ids=_prompt_ids(header, prompt),
+        so_far = self.so_far()
+        chunk = self._chunk(choices)
+        chunk.usage, chunk.timings = usage or so_far.usage or UNSET, so_far.timings
+        chunk.prompt_token_ids = _prompt_ids(self._header, prompt)
+        return shapes.encode(chunk)
+
+    def _chunk(self, choices: list[shapes.ChunkChoice]) -> shapes.ChatChunk:
+        header = self._header
+        return shapes.ChatChunk(
+            header.id, header.created, header.model, header.fingerprint, choices, service_tier=header.service_tier
         )
-        return shapes.encode(body)
 
     def _logprobs(self, scored: Sequence[Scored]) -> shapes.ChatLogprobs | None:
         if self._n_top < 0:
             return None
         return shapes.ChatLogprobs([token_logprob(self._speller, one, self._n_top) for one in scored])
-
-
-def token_logprob(speller: Speller, one: Scored, n_top: int) -> shapes.TokenLogprob:
-    """Return a token's log probability, with those of at most `n_top` rivals."""
-    name, raw = speller.spell(one.token)
-    top = []
-    for token, logprob in one.top[:n_top]:
-        rival, rival_raw = speller.spell(token)
-        top.append(shapes.TopLogprob(rival, logprob, list(rival_raw)))
-    return shapes.TokenLogprob(name, one.logprob, list(raw), top)
 
 
 def _call_delta(part: CallPart) -> shapes.ToolCall:

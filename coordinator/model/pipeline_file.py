@@ -75,6 +75,11 @@ class PipelineFile(msgspec.Struct, frozen=True):
     deepstack_layers: int = 0  # at the beginning, which add features of an image to their rows
 
     @property
+    def artifacts(self) -> tuple[ArtifactFile | StageFile, ...]:
+        """All files of the split, the tokenizer first."""
+        return self.tokenizer, *self.stages
+
+    @property
     def media_width(self) -> int:
         """Values of a row of an image or of audio: its own, and features for each deepstack layer."""
         return self.n_embd * (1 + self.deepstack_layers)
@@ -109,13 +114,9 @@ def load_pipeline(directory: Path, *, stages_here: bool = True) -> PipelineFile:
     problem = _contradiction(pipeline)
     if problem is not None:
         raise ArtifactError(f"{path}: {problem}; split the model again")
-    for entry in _entries(pipeline) if stages_here else [pipeline.tokenizer]:
+    for entry in pipeline.artifacts if stages_here else (pipeline.tokenizer,):
         _check_size(directory / entry.file, entry.size_bytes)
     return pipeline
-
-
-def _entries(pipeline: PipelineFile) -> list[ArtifactFile | StageFile]:
-    return [pipeline.tokenizer, *pipeline.stages]
 
 
 def _contradiction(pipeline: PipelineFile) -> str | None:
@@ -127,7 +128,7 @@ def _contradiction(pipeline: PipelineFile) -> str | None:
     for index, stage in enumerate(pipeline.stages):
         if (stage.index, stage.layer_start, stage.layer_end) != (index, edges[index], edges[index + 1]):
             return f"stage {index} does not hold {named_layers(edges[index], edges[index + 1])}"
-    for entry in _entries(pipeline):
+    for entry in pipeline.artifacts:
         if Path(entry.file).name != entry.file or entry.file in ("", ".", ".."):
             return f"file name {entry.file!r} leaves the directory"
     return None

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Sequence
 
 from relayline.coordinator.model.cuts import ranges
-from relayline.coordinator.model.families import metadata_of, output_scale_of, scale_of, slice_overrides
+from relayline.coordinator.model.families import family_of, metadata_of, output_scale_of, scale_of, slice_overrides
 from relayline.coordinator.model.family import (
     ATTENDS,
     DEEPSTACK_LAYERS,
@@ -31,7 +31,7 @@ from relayline.coordinator.model.family import (
 )
 from relayline.coordinator.model.first_layer import stated_widths
 from relayline.coordinator.model.gguf_file import GgufModel, read_entries
-from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
+from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts, model_key
 from relayline.coordinator.model.placeholders import PLACEHOLDER_TYPES, zeros_slot
 from relayline.coordinator.model.sidebands import (
     EXPERTS_BY_TOKEN,
@@ -104,18 +104,19 @@ class SplitPlan:
     artifacts: tuple[PlannedArtifact, ...]
 
 
-def plan_split(
-    model: GgufModel, facts: ModelFacts, family: Family, source_key: str, cuts: Sequence[int], *, has_words: bool = True
-) -> SplitPlan:
-    """Plan every artifact. The cuts must have been checked. Raises ModelFileError for metadata it cannot slice.
+def plan_split(model: GgufModel, facts: ModelFacts, cuts: Sequence[int], *, has_words: bool = True) -> SplitPlan:
+    """Plan every artifact. The cuts must have been checked. Reads a few KiB of each tensor, see `model_key`.
 
-    Without `has_words` the last stage has as many tokens as the model, but not their texts: for measuring it.
+    Without `has_words` the last stage has as many tokens as the model, but not their texts: for measuring it. Raises
+    ModelFileError for metadata that cannot be sliced.
     """
+    source_key = model_key(model)
     identity = f"relayline {ARTIFACT_VERSION} {source_key} {','.join(map(str, cuts))}"
     identity += " prediction" if facts.prediction else ""
     identity += " deepstack" if facts.sidebands.deepstack_layers else ""  # slices for text alone were made before
     pipeline_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
     rules = metadata_of(model, facts.n_layers, facts.n_vocab)
+    family = family_of(facts.architecture)
     planner = _Planner(model, facts, family, rules, source_key, pipeline_id, len(cuts) + 1, has_words)
     stages = tuple(planner.stage(index, *edges) for index, edges in enumerate(ranges(facts.n_layers, cuts)))
     return SplitPlan(pipeline_id, source_key, tuple(cuts), (planner.tokenizer(), *stages))
@@ -314,9 +315,7 @@ class _Planner:
                 continue
             if block is not None and start <= int(block["layer"]) < end + self.n_kept(end):
                 kept = _kept(tensor, f"blk.{int(block['layer']) - start + n_before}.{block['rest']}")
-                if (
-                    block["rest"] == EXPERTS_BY_TOKEN
-                ):  # it comes after the tensors; llama.cpp requires one, but does not read it
+                if block["rest"] == EXPERTS_BY_TOKEN:  # a trailer has it; llama.cpp wants one here too, and reads none
                     n_tokens = self.facts.n_vocab if end == self.facts.n_layers else DUMMY_TOKENS
                     kept = _zeros(kept.slot.name, tensor.type_id, (tensor.dims[0], n_tokens))
                 order = orders.get(block["rest"], ())

@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from relayline.coordinator.model import families
 from relayline.coordinator.model.artifact_bytes import artifact_bytes, local_files, unread_name
 from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
-from relayline.coordinator.model.inspection import ModelFacts, check_support, check_whole, facts_of, model_key
+from relayline.coordinator.model.inspection import ModelFacts, check_support, check_whole, facts_of
 from relayline.coordinator.model.origin import Origin, check_has_bytes, check_not_empty, origins_of
 from relayline.coordinator.model.pipeline_file import (
     PIPELINE_NAME,
@@ -79,7 +78,6 @@ def split_model(
     facts = facts_of(model)
     check_whole(model)
     check_support(facts, experimental=experimental)
-    family = families.family_of(facts.architecture)
     if cuts is None:
         assert n_stages is not None
         cuts = balanced_cuts(facts, n_stages)
@@ -90,7 +88,7 @@ def split_model(
         if done is not None:
             return done
         _refuse_foreign(out_dir)
-        plan = plan_split(model, facts, family, model_key(model), cuts)
+        plan = plan_split(model, facts, cuts)
         asked = (None, trial) if facts.supported else (probe, None)  # a probe does the work of a trial, and more
         if asked[0] is not None:
             check_has_bytes(model)
@@ -112,9 +110,8 @@ def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Se
     model = open_model(source)
     check_has_bytes(model)
     facts = facts_of(model)
-    family = families.family_of(facts.architecture)
     check_cuts(facts, cuts)
-    stages = plan_split(model, facts, family, model_key(model), cuts).artifacts[1:]
+    stages = plan_split(model, facts, cuts).artifacts[1:]
     writer = _Writer(model, facts, out_dir, None, None, None)
     paths = []
     try:
@@ -130,8 +127,7 @@ def planned_stage(model: GgufModel, cuts: tuple[int, ...], index: int) -> Planne
     """Return the plan of one stage's artifact. Raises ModelFileError, UnsupportedArchitectureError or CutError."""
     facts = facts_of(model)
     check_cuts(facts, cuts)
-    family = families.family_of(facts.architecture)
-    return plan_split(model, facts, family, model_key(model), cuts).artifacts[1 + index]
+    return plan_split(model, facts, cuts).artifacts[1 + index]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,10 +149,9 @@ def hollow_slices(source: Path, wanted: Iterable[tuple[tuple[int, ...], int]]) -
     """
     model = open_model(source)
     facts = facts_of(model)
-    family = families.family_of(facts.architecture)
     for cuts, index in wanted:
         check_cuts(facts, cuts)
-        plan = plan_split(model, facts, family, model_key(model), cuts, has_words=False)
+        plan = plan_split(model, facts, cuts, has_words=False)
         artifact = plan.artifacts[1 + index]
         assert artifact.layers is not None
         start, end = artifact.layers
@@ -208,8 +203,7 @@ def _finished(out_dir: Path, model: GgufModel, facts: ModelFacts, cuts: tuple[in
         return None
     if found.deepstack_layers != facts.sidebands.deepstack_layers:
         return None
-    entries: list[ArtifactFile | StageFile] = [found.tokenizer, *found.stages]
-    for entry in entries:
+    for entry in found.artifacts:
         if isinstance(entry, StageFile) and entry.unread:
             continue  # there is nothing in it that could have changed
         try:
@@ -229,7 +223,7 @@ def _refuse_foreign(out_dir: Path) -> None:
     except ArtifactError:  # it is missing or was cut off: then the files themselves tell where they come from
         ours = set[str]()
     else:
-        ours = {found.tokenizer.file, *(stage.file for stage in found.stages)}
+        ours = {artifact.file for artifact in found.artifacts}
     for path in sorted(out_dir.iterdir()):
         if ARTIFACT_NAME.match(path.name) and path.name not in ours and not _is_artifact(path):
             text = "does not come from a split and would be lost; move it away, or give another directory"

@@ -10,9 +10,7 @@ from relayline.coordinator.http.edge.key_file import parse_keys
 from relayline.coordinator.model.inspection import inspect_whole
 from relayline.coordinator.model.pipeline_file import (
     PIPELINE_NAME,
-    ArtifactFile,
     PipelineFile,
-    StageFile,
     check_artifact,
     load_pipeline,
 )
@@ -93,15 +91,14 @@ def look_split(directory: Path | None, *, deep: bool = False) -> list[Finding]:
     except ArtifactError as error:
         return [failure("artifacts", error.message, f"remove {directory}; the next start splits the model again")]
     findings = []
-    entries: list[ArtifactFile | StageFile] = [file.tokenizer, *file.stages]
-    for entry in entries:
+    for entry in file.artifacts:
         try:
             check_artifact(directory / entry.file, entry, afresh=deep)
         except (ArtifactError, OSError) as error:
             findings.append(
                 failure("artifacts", str(error), f"remove {directory}; the next start splits the model again")
             )
-    return findings or [ok("artifacts", f"{len(file.stages) + 1} files in {directory} have the right sha256")]
+    return findings or [ok("artifacts", f"{len(file.artifacts)} files in {directory} have the right sha256")]
 
 
 def look_caches(splits: Path, fetched: Path) -> list[Finding]:

@@ -77,9 +77,7 @@ class Availability:
 
     def _wake_refusal(self, now_ns: int) -> NotReadyError:
         after_s = max(1, math.ceil((self._wakes_at_ns - now_ns) / 1e9))
-        error = NotReadyError(f"the pipeline cannot wake: {self._wake_problem}; try again in {after_s} s")
-        error.retry_after_s = after_s
-        return error
+        return NotReadyError(f"the pipeline cannot wake: {self._wake_problem}; try again in {after_s} s", after_s)
 
     def refusal(self, now_ns: int) -> NotReadyError:
         """Return what to tell a request that can't start within its time."""

@@ -130,9 +130,8 @@ class Sleep:
     def check(self, tenant: Tenant) -> None:
         """Raise NotReadyError where a new request of this tenant would keep awake what was told to sleep."""
         if self.is_asked and tenant.level is Level.BATCH:
-            error = NotReadyError("the pipeline was told to sleep, and takes nothing of batches; try again later")
-            error.retry_after_s = BATCH_AFTER_S
-            raise error
+            text = "the pipeline was told to sleep, and takes nothing of batches; try again later"
+            raise NotReadyError(text, BATCH_AFTER_S)
 
     # --- falling asleep -----------------------------------------------------------------------------------------------
 

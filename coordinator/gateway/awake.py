@@ -349,6 +349,4 @@ class Awake:
 
 
 def _refusal(limit: int, why: str) -> NotReadyError:
-    error = NotReadyError(f"{limit} of the pipelines here may be awake at once; {why}")
-    error.retry_after_s = RETRY_AFTER_S
-    return error
+    return NotReadyError(f"{limit} of the pipelines here may be awake at once; {why}", RETRY_AFTER_S)

@@ -252,9 +252,9 @@ class Router:
         elif model not in served and without_latest(model) in served:
             model = without_latest(model)
         elif model not in served and any(not backend.models for backend in self.staying):
-            raise _not_ready(f"model {model[:200]!r}: not every pipeline has been reached yet")
+            raise NotReadyError(f"model {model[:200]!r}: not every pipeline has been reached yet", RETRY_AFTER_S)
         if model is None:
-            raise _not_ready("no pipeline has been reached yet")
+            raise NotReadyError("no pipeline has been reached yet", RETRY_AFTER_S)
         if model not in served:
             names = ", ".join(list(served)[:NAMES_SHOWN]) + (", ..." if len(served) > NAMES_SHOWN else "")
             raise ModelNotFoundError(f"model: {model[:200]!r} is not served here; use one of {names}", "model")
@@ -304,12 +304,13 @@ def _other_model(model: str, holder: Backend) -> InvalidRequestError:
 
 def no_replica(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:
     """Return the error for a model without a replica that answers."""
-    return _not_ready(f"no replica of {model or 'the model'} answers ({_states(replicas)})")
+    return NotReadyError(f"no replica of {model or 'the model'} answers ({_states(replicas)})", RETRY_AFTER_S)
 
 
 def maybe_at(silent: Iterable[Backend]) -> RelaylineError:
     """Return the error for what no pipeline that answers has, while these do not answer."""
-    return _not_ready(f"it may be at a pipeline that does not answer now ({_states(silent)}); try again shortly")
+    text = f"it may be at a pipeline that does not answer now ({_states(silent)}); try again shortly"
+    return NotReadyError(text, RETRY_AFTER_S)
 
 
 def _states(backends: Iterable[Backend]) -> str:
@@ -317,9 +318,3 @@ def _states(backends: Iterable[Backend]) -> str:
     return "; ".join(
         f"{each.name}: {each.problem or (LOST if each.answers else each.health.value)}" for each in backends
     )
-
-
-def _not_ready(message: str) -> NotReadyError:
-    error = NotReadyError(message)
-    error.retry_after_s = RETRY_AFTER_S
-    return error

@@ -35,15 +35,19 @@ class RelaylineError(Exception):
     label: ClassVar[str] = "internal"
     fault: ClassVar[Fault] = Fault.SERVER
     retryable: ClassVar[bool] = False
-    retry_after_s: int | None = None  # when it is worth trying again, where that is known
+    retry_after_s: int | None = None
+    """In how many seconds it is worth trying again, where that is known."""
     stage_index: int | None = None
     """Of the stage whose connection brought the error to the coordinator, where one did."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        """`retry_after_s`: as the attribute; None leaves what the leaf says."""
         if type(self) is RelaylineError:
             raise TypeError("raise a leaf of RelaylineError, not the root")
         super().__init__(message)
         self.message = message
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
 # --- the operator's input ---------------------------------------------------------------------------------------------
@@ -175,20 +179,14 @@ class OverloadedError(RelaylineError):
     """All lanes and queue places are taken now. `retry_after_s` says when to come back (whole seconds)."""
 
     label, fault, retryable = "overloaded", Fault.SERVER, True
-
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    retry_after_s = 1
 
 
 class RateLimitError(RelaylineError):
     """The API key's bound of tokens per minute is used up. `retry_after_s` says when to come back (whole seconds)."""
 
     label, fault, retryable = "rate_limited", Fault.CLIENT, True
-
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    retry_after_s = 1
 
 
 class NotReadyError(RelaylineError):

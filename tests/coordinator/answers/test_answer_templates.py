@@ -35,11 +35,6 @@ HEAD = "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
-
 def quoted(text: str) -> str:
     return "{{ " + json.dumps(text, ensure_ascii=False) + " }}"
 

@@ -10,17 +10,10 @@ import aiohttp
 import pytest
 
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.support.http_support import FakeGenerator, says, serving
 
 RECORDED = json.loads(Path(__file__).with_name("bodies_of_clients.json").read_text())
 GUIDED = ("guidance", "Outlines")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 @pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["client"])

@@ -11,7 +11,6 @@ import pytest
 from relayline.coordinator.http.edge.limits import limits_of
 from relayline.coordinator.http.requests.lora import listed
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.model_files.adapter_texts import read_adapters
 from relayline.wire.settings.table import ServingSettings
 from tests.support.http_support import MODEL, FakeGenerator, serving
@@ -19,11 +18,6 @@ from tests.support.http_support import MODEL, FakeGenerator, serving
 NAMES = ("sql", "chat")
 PROMPT = {"prompt": "hi", "max_tokens": 2}
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 async def chosen(tokenizer: Tokenizer, path: str, body: dict[str, Any], **limits: object) -> tuple[list[int], str]:

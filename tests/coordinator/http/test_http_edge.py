@@ -45,11 +45,6 @@ def gzipped(data: bytes) -> bytes:
     return gzip.compress(data, mtime=0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
-
 def head(path: str = "/v1/completions", *headers: str, method: str = "POST", version: str = "1.1") -> bytes:
     lines = [f"{method} {path} HTTP/{version}", "Host: localhost", *headers]
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()

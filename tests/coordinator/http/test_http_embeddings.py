@@ -12,16 +12,9 @@ import pytest
 
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import NotServedError, OverloadedError
 from tests.support.http_support import MODEL, FakeGenerator, serving
 from tests.support.openai_client import openai_client
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 def pooling(request: GenerationRequest) -> list[TokenEvent]:

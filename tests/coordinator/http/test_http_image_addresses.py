@@ -14,17 +14,11 @@ from relayline.coordinator.http.replies import media
 from relayline.coordinator.http.replies.media import Media
 from relayline.coordinator.media.parts import MediaFile, Takes, take_media
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError
 from tests.coordinator.http.test_http_images import N_ROWS, PNG, FakeEncoder, post
 from tests.support.http_support import WAIT_S, FakeGenerator, serving
 
 HERE = ("127.0.0.1",)
-
-
-@pytest.fixture(scope="module", name="tokenizer")
-def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 @contextlib.asynccontextmanager

@@ -19,16 +19,9 @@ from relayline.coordinator.media.parts import Takes
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import InternalError, InvalidRequestError
 from relayline.wire.telemetry import names
 from tests.support.http_support import WAIT_S, FakeGenerator, Served, serving
-
-
-@pytest.fixture(scope="module", name="tokenizer")
-def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BEFORE, N_ROWS, BEHIND = 60, 6, 62  # "<", rows, ">"

@@ -21,12 +21,6 @@ from tests.support.openai_client import client_of
 USER = {"role": "user", "content": "hi"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
-
-
 async def test_models(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer) as (client, _):
         assert [model.id async for model in client.models.list()] == [MODEL]

@@ -12,13 +12,7 @@ import pytest
 from relayline.coordinator.http.replies.choice import Speller
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.support.http_support import FakeGenerator, serving, tokens
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 def scoring(request: GenerationRequest) -> Iterator[TokenEvent]:

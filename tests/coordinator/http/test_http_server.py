@@ -24,7 +24,7 @@ from relayline.coordinator.http.requests.tokenizing import TOKENS_PER_PART
 from relayline.coordinator.http.workers.body_pool import INLINE_BYTES_MAX
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_no_tokenizer, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import write_no_tokenizer
 from relayline.wire.common import logs
 from relayline.wire.common.errors import (
     HandshakeError,
@@ -43,11 +43,6 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.phase import Phase
 from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Served, serving, tokens
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 @contextlib.asynccontextmanager

@@ -16,14 +16,8 @@ from relayline.coordinator.http.edge.sse import EventWriter
 from relayline.coordinator.http.replies.merge import Merge
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import NotReadyError, StageLostError
 from tests.support.http_support import FakeGenerator, Gate, Script, Served, Step, says, serving, tokens
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 def endless(_request: GenerationRequest) -> Iterable[Step]:

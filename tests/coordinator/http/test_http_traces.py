@@ -21,7 +21,6 @@ from relayline.coordinator.http.replies.job import Job
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StreamRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, StageLostError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
@@ -31,11 +30,6 @@ from tests.support.spans import Kept, attributes_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "hello world"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 class FakeStage(StageClient):

@@ -18,18 +18,12 @@ from relayline.coordinator.gateway.page import gateway_page
 from relayline.coordinator.http import live
 from relayline.coordinator.http.page import FILES_DIR, read_files
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.support.http_support import MODEL, Gate
 from tests.support.page_support import served
 
 ROOT = Path(__file__).parents[3]
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 KEY = "a-key-of-sixteen-chars"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 @pytest.fixture

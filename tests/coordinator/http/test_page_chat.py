@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import ContextLengthError, OverloadedError
 from tests.support.browser import Tab, browsing, chromium
 from tests.support.http_support import Gate, says, tokens
@@ -50,11 +49,6 @@ MARKDOWN = [
     ("![t](https://c.example/i.png) [u](javascript:alert(1))", "p[a[image: t] [u](javascript:alert(1))]"),
     ("<script>x()</script> <img src=x onerror=x()>", "p[<script>x()</script> <img src=x onerror=x()>]"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", name="tokenizer")
-def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 @pytest.fixture(name="chat")

@@ -16,7 +16,6 @@ from relayline.coordinator.media.encoder import Encoder, Segment
 from relayline.coordinator.media.parts import Takes
 from relayline.coordinator.media.projector import pixels_of
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.bounds import MEDIA_PER_REQUEST_MAX
 from tests.support.browser import Tab, browsing, chromium
 from tests.support.page_support import served
@@ -47,11 +46,6 @@ class Seeing(Encoder):
 
     def close(self) -> None:
         """There is nothing to end."""
-
-
-@pytest.fixture(scope="module", name="tokenizer")
-def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 def noise(width: int, height: int, kind: str = "PNG") -> bytes:

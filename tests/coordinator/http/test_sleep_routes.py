@@ -11,15 +11,9 @@ from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import NotReadyError
 from relayline.wire.common.phase import Phase
 from tests.support.http_support import FakeGenerator, serving
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 class Control:

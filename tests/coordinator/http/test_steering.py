@@ -21,7 +21,6 @@ from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StreamRecord
 from relayline.coordinator.sessions.streams import SessionStream
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common import bounds, logs
 from relayline.wire.common.errors import InternalError, RequestCancelledError
 from relayline.wire.common.logs import LogLine
@@ -31,12 +30,6 @@ from tests.coordinator.http.test_http_traces import FakeStage
 from tests.support.http_support import WAIT_S, FakeGenerator, FakeStream, Gate, serving
 from tests.support.page_support import FakeStage as PageStage
 from tests.support.page_support import served
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
 
 # --- one request ------------------------------------------------------------------------------------------------------
 

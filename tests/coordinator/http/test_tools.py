@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,7 @@ from relayline.coordinator.http.requests.structure import fault_of
 from relayline.coordinator.http.requests.tools import TOOLS_MAX, Offered, check_calls, offered_by
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
@@ -197,12 +196,6 @@ def test_schemas_that_refer_to_each_other_many_times_are_looked_at_once() -> Non
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 @contextlib.asynccontextmanager

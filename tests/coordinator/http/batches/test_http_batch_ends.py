@@ -20,7 +20,6 @@ from relayline.coordinator.http.edge.clients import BEHALF
 from relayline.coordinator.http.edge.key_file import parse_keys
 from relayline.coordinator.sessions.tenants import circle_of
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import UsageError
 from tests.support.batch_world import Held, begun, ended, lines_of, request_lines, running, serving_batches
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator
@@ -30,11 +29,6 @@ from tests.support.read_only_disk import make_read_only
 
 ALICE, BOB = "alice-key-0123456789", "bob-key-012345678901"
 UNNAMED, GATEWAY = "unnamed-key-01234567", "gateway-key-01234567"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 def key_file(tmp_path: Path, text: str) -> Path:

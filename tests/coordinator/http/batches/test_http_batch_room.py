@@ -24,7 +24,7 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.settings.table import ServingSettings
 from tests.support.batch_world import Held, begun, ended, request_lines, running, serving_batches
@@ -37,11 +37,6 @@ FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 HEAD = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\nContent-Disposition: form-data; '
 BODY = HEAD + b'name="file"; filename="a\xff.jsonl"\r\n\r\nhi\r\n--b--\r\n'
 FULL = OSError(28, "No space left on device")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 def raising(error: Exception) -> Callable[..., None]:

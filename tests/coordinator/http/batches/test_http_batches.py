@@ -23,7 +23,6 @@ from relayline.coordinator.http.edge.sse import ClientGoneError
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.tenants import Level
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
 from relayline.wire.telemetry import names
@@ -34,11 +33,6 @@ from tests.support.polling import pause
 from tests.support.spans import Kept, attributes_of
 
 KEYS = "alice: alice-key-0123456789\nbob: bob-key-012345678901 models=other\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 async def test_a_batch_is_answered_and_its_failures_are_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:

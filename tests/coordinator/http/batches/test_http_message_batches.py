@@ -27,7 +27,6 @@ from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.sse import ClientGoneError
 from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.batch_world import Held, begun, ended, request_lines, serving_batches, unread
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, serving
@@ -36,11 +35,6 @@ from tests.support.polling import pause
 
 PATH = "/v1/messages/batches"
 ALICE, BOB = "alice-key-0123456789", "bob-key-012345678901"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 def requests(*names: str, **params: Any) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.errors import NotReadyError, OverloadedError, StageLostError
 from tests.coordinator.http.dialects.test_responses import CALL, TEMPLATE
 from tests.support.http_support import CREATED, MODEL, FakeGenerator, Served, says, serving, tokens
@@ -30,12 +30,6 @@ TOOL = {
 }
 USER = {"role": "user", "content": "hi"}
 UNSAID = {"stop_sequence": None, "stop_details": None, "container": None}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 class Asker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -16,17 +15,10 @@ from relayline.coordinator.http.responses import background, running
 from relayline.coordinator.http.responses.recording import EVENT_BYTES, Reader, Recording
 from relayline.coordinator.http.responses.store import ResponseStore
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, says, tokens
 from tests.support.openai_client import client_of, leave
 from tests.support.polling import pause
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 async def ended(client: openai.AsyncOpenAI, id: str) -> Response:

@@ -14,7 +14,7 @@ import pytest
 
 from relayline.coordinator.http.responses.kept_files import LONG_BYTES
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.errors import OverloadedError, StageLostError
 from tests.support.batch_world import begun as begin_batch
 from tests.support.batch_world import ended as batch_ended
@@ -32,12 +32,6 @@ CALLS = (
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": False}
 LONG_CALL = b'<tool_call>\n{"name": "f", "arguments": {"a": "' + b"x" * 40 + b'"}}\n</tool_call>'
 CALL = b'<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 def said(text: str, role: str = "user") -> Any:

@@ -25,7 +25,6 @@ from relayline.coordinator.observe.usage import Spent, UsageByKey
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError, RateLimitError
 from tests.support.http_support import MODEL, WAIT_S, FakeStream, tokens
 from tests.support.kept_responses import Speaker, left_by_a_kill, serving_kept
@@ -34,11 +33,6 @@ from tests.support.polling import pause
 
 KEYS = "alice: alice-key-0123456789 streams=3\nbob: bob-key-012345678901\n"
 ALICE, BOB = "alice-key-0123456789", "bob-key-012345678901"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 @dataclasses.dataclass

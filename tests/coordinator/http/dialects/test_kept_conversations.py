@@ -21,18 +21,12 @@ from relayline.coordinator.http.conversations.store import Conversation
 from relayline.coordinator.http.responses.directory import CONVERSATIONS, STORED, UNFINISHED, ResponseDirectory
 from relayline.coordinator.http.responses.orders import OrderFiles
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, says
 from tests.support.kept_responses import Speaker, left_by_a_kill, serving_kept
 from tests.support.openai_client import openai_client
 from tests.support.polling import pause
 
 LOOKS = 15  # in which nothing comes, before it counts as held back
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 def full(_handle: int) -> None:

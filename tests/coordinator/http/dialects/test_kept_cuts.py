@@ -12,7 +12,6 @@ import pytest
 
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.coordinator.http.dialects.test_responses import CALL, TEMPLATE, TOOL
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Step, tokens
 from tests.support.kept_responses import serving_kept
@@ -27,11 +26,6 @@ CASES: dict[str, tuple[bytes, dict[str, Any]]] = {
     "its most tokens": (b"hello", {"max_output_tokens": 4}),
     "logprobs": (b"hello", {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 class CutOnce(FakeGenerator):

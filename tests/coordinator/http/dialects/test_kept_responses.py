@@ -19,7 +19,6 @@ from relayline.coordinator.http.responses.orders import Order, OrderFiles, Sent
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
 from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from tests.support.http_support import MODEL, FakeGenerator, says
 from tests.support.kept_responses import serving_kept
 from tests.support.openai_client import openai_client
@@ -27,11 +26,6 @@ from tests.support.polling import pause
 from tests.support.read_only_disk import make_read_only
 
 KEYS = "alice: alice-key-0123456789\nbob: bob-key-012345678901\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 async def test_a_chain_goes_on_after_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,7 +13,7 @@ from relayline.coordinator.http.ollama.models import listed, shown
 from relayline.coordinator.http.requests.bodies import CompletionBody
 from relayline.coordinator.http.requests.inner_form import Inner
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, OverloadedError, StageLostError
 from relayline.wire.common.phase import Phase
 from tests.support.http_support import MODEL, FakeGenerator, Served, says, serving, tokens
@@ -37,12 +36,6 @@ TOOL = {
 }
 CALL = b'<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 async def asked(served: Served, path: str, body: dict[str, Any]) -> tuple[int, str, list[dict[str, Any]]]:

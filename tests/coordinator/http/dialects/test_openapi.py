@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,7 @@ from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.http_support import CREATED, MODEL, FakeGenerator, says, serving
 
@@ -44,12 +43,6 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("GET", "/tokenizer_info", None),
     ("GET", "/props", None),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 async def test_it_lists_the_served_routes_and_real_replies_fit(tokenizer: Tokenizer) -> None:

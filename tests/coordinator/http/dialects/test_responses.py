@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,7 @@ from relayline.coordinator.http.responses.context import LOOKED_AT_BYTES, may_re
 from relayline.coordinator.http.responses.recording import Recording
 from relayline.coordinator.http.responses.store import ITEM_BYTES, ResponseStore, Stored
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, says, serving, tokens
 from tests.support.openai_client import client_of, leave, prompt_of
@@ -39,12 +38,6 @@ TOOL = {
     "strict": False,
 }
 CALL = b'<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
-    return Tokenizer.load(write_tokenizer(path))
 
 
 async def test_a_whole_response_has_the_requested_parts(tokenizer: Tokenizer) -> None:

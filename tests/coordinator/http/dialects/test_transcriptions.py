@@ -15,18 +15,12 @@ from relayline.coordinator.http.transcriptions.asking import INSTRUCTION
 from relayline.coordinator.media.encoder import Encoder, Segment
 from relayline.coordinator.media.parts import Takes
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.http_support import FakeGenerator, Served, serving
 from tests.support.tiny_audio import sound
 
 WAV = sound(1)
 PATH = "/v1/audio/transcriptions"
-
-
-@pytest.fixture(scope="module", name="tokenizer")
-def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
 class Hearing(Encoder):

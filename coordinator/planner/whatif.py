@@ -153,19 +153,19 @@ def _remedies(instance: Instance) -> tuple[str, ...]:
 
     lanes = largest(load.n_lanes - 1, lambda n: fits(n_lanes=n))
     if lanes:
-        found.append(f"lanes: {lanes} instead of {load.n_lanes}")
+        found.append(f"{lanes} lanes instead of {load.n_lanes}")
     tokens = largest((load.ctx_tokens - 1) // 256, lambda n: fits(ctx_tokens=256 * n)) * 256
     if tokens:
-        found.append(f"context of {tokens} tokens instead of {load.ctx_tokens}")
+        found.append(f"contexts of {tokens:,} tokens instead of {load.ctx_tokens:,}")
     if load.kv_type in ("f16", "f32") and fits(kv_type="q8_0"):
-        found.append("kvType: q8_0")
+        found.append("a q8_0 cache (kvType)")
     if load.kv_layout == "per-lane" and fits(kv_layout="unified"):
-        found.append("kvLayout: unified")
+        found.append("shared KV cells (kvLayout: unified)")
     rows = largest(load.max_rows // ROWS_STEP - 1, lambda n: fits(max_rows=ROWS_STEP * n)) * ROWS_STEP
     if rows:
-        found.append(f"maxRows: {rows} instead of {load.max_rows}")
+        found.append(f"steps of {rows} rows (maxRows) instead of {load.max_rows}")
     if load.prefix_memory_bytes and fits(prefix_memory_bytes=0):
-        found.append("prefixMemoryBytes: 0")
+        found.append("no stored prefixes (prefixMemoryBytes: 0)")
     if name := smaller_quantisation(instance):
         found.append(f"the model as {name}")
     if Room(without_draft(instance)).some_cuts() is not None:

@@ -75,52 +75,58 @@ class Name(Line):
         return super().convert(value, param, ctx)
 
 
-def _bounds(kind: click.FloatRange | click.IntRange) -> str:
-    """Return what the help shows behind a flag: a number's bounds as 1..64, as a setting has them."""
-    if kind.min is None and kind.max is None:
-        return "N"
-    return "..".join("" if bound is None else f"{bound:.10g}" for bound in (kind.min, kind.max))
+class _Bounded:
+    """Has a number of click's show its bounds as settings do: in the help once, and in the line that refuses one."""
 
+    min: Any
+    max: Any
+    min_open: bool
 
-class FloatRange(click.FloatRange):
-    """click's, without "nan", which no comparison finds out of range."""
+    @property
+    def _bounds(self) -> str:
+        return "..".join("" if bound is None else f"{bound:.10g}" for bound in (self.min, self.max))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the bounds."""
-        return _bounds(self)
+        """Return the bounds, such as 1..64, or N where there are none."""
+        return "N" if self.min is None and self.max is None else self._bounds
 
     def _describe_range(self) -> str:
         return ""  # which click would show behind the help's text again
+
+    def check(self, number: float, param: click.Parameter | None, ctx: click.Context | None) -> None:
+        """Raise click's error for a number out of bounds."""
+        if self.min_open and number == self.min:
+            raise click.BadParameter(f"{number:.10g} is not above {self.min:.10g}", ctx, param)
+        if (self.min is not None and number < self.min) or (self.max is not None and number > self.max):
+            raise click.BadParameter(f"{number:.10g} is outside {self._bounds}", ctx, param)
+
+
+class FloatRange(_Bounded, click.FloatRange):
+    """A number with bounds. Takes no "nan", which no comparison finds out of range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read and check one number."""
         try:
-            float(value)
+            number = float(value)
         except ValueError:
-            self.fail(f"{value!r} is not a number", param, ctx)
-        number = float(super().convert(value, param, ctx))
+            number = math.nan
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
+        self.check(number, param, ctx)
         return number
 
 
-class IntRange(click.IntRange):
-    """click's, which calls any text that is no number "not a valid integer range"."""
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the bounds."""
-        return _bounds(self)
-
-    def _describe_range(self) -> str:
-        return ""  # which click would show behind the help's text again
+class IntRange(_Bounded, click.IntRange):
+    """A whole number with bounds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Read and check one number."""
         try:
-            int(value)
+            number = int(value)
         except ValueError:
             self.fail(f"{value!r} is not a whole number", param, ctx)
-        return int(super().convert(value, param, ctx))
+        self.check(number, param, ctx)
+        return number
 
 
 class AddressList(click.ParamType[tuple[str, ...]]):

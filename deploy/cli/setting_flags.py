@@ -14,6 +14,7 @@ from relayline.deploy.cli.variables import variable_of
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
 from relayline.wire.settings.setting import STAGES, Setting, Settings, entries
+from relayline.wire.settings.sizes import size_text
 from relayline.wire.settings.table import TABLES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -55,6 +56,8 @@ def setting_option(entry: Setting, default: Any = _UNCHANGED, shown: str = "") -
     if entry.is_switch:
         return click.option(entry.flag, entry.parameter, is_flag=True, help=entry.help)
     value = entry.manifest_value(entry.default if default is _UNCHANGED else default)
+    if entry.is_size and isinstance(value, int):
+        value = size_text(value)
     return click.option(
         entry.flag,
         entry.parameter,

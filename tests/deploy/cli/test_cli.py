@@ -215,8 +215,11 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
     )
     refused_here(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
     refused_here(2, "bench", "http://127.0.0.1:1", "--top-p", ".9", says="--top-p needs --temperature")
-    for flag, value in (("--temperature", "-1"), ("--temperature", "2.1"), ("--top-p", "0"), ("--top-p", "1.1")):
-        refused_here(2, "bench", "http://127.0.0.1:1", flag, value, says=f"{float(value)} is not in the range")
+    for flag, value, says in (
+        ("--temperature", "-1", "-1 is outside 0..2"), ("--temperature", "2.1", "2.1 is outside 0..2"),
+        ("--top-p", "0", "0 is not above 0"), ("--top-p", "1.1", "1.1 is outside 0..1"),
+    ):  # fmt: skip
+        refused_here(2, "bench", "http://127.0.0.1:1", flag, value, says=says)
     refused_here(2, "bench", "http://127.0.0.1:1", "--temperature", "nan", says="'nan' is not a number")
     # It has nothing to do with a measurement, and was taken without a word.
     refused_here(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
@@ -249,6 +252,7 @@ def test_a_variable_that_is_not_set_names_nothing(command: str) -> None:
     ("words", "says"),
     [
         ("up m.gguf --stages 1e9", "'--stages': '1e9' is not a whole number"),
+        ("up m.gguf --stages 65", "'--stages': 65 is outside 1..64"),
         ("bench http://127.0.0.1:1 --temperature x", "'--temperature': 'x' is not a number"),
         ("top --once --url http://127.0.0.1:99999", "'http://127.0.0.1:99999' is not a URL such as http://127"),
         ("chat hi --url http://", "is not a URL such as http://127.0.0.1:8080"),

@@ -159,11 +159,11 @@ def test_a_model_that_does_not_fit_is_refused_with_remedies(model: Path, tmp_pat
     done = relayline("plan", path)
     assert done.returncode == 2
     assert "GiB are missing" in done.stderr
-    assert "context of " in done.stderr
-    assert "lanes: " not in done.stderr, "even one lane with per-lane cells has scores that do not fit"
+    assert "contexts of " in done.stderr
+    assert " lanes instead of " not in done.stderr, "even one lane with per-lane cells has scores that do not fit"
     assert "Traceback" not in done.stderr
     path.write_text(path.read_text().replace("lanes: 32", "lanes: 32, kvLayout: unified"))
-    assert "lanes: " in relayline("plan", path).stderr
+    assert " lanes instead of " in relayline("plan", path).stderr
 
 
 def test_a_declared_slow_host_gets_fewer_layers_and_links_are_the_manifests(model: Path) -> None:

@@ -32,6 +32,7 @@ FENCE = re.compile(r"(?ms)^ *```.*?^ *```$")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = "proto|wire|stage|coordinator|deploy|tests|benches|docs"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./*-]*)`")
+TOPS = ("wire", "stage", "coordinator", "deploy")
 FLAG = re.compile(r"--[a-z][a-z-]*")
 # These pages also name words of docker, of llama.cpp's programs, of gdb and of benches.
 FLAGS_OF_OTHERS = {
@@ -135,6 +136,12 @@ def test_files_are_there(page: Path):
     missing = [path for path in PATH.findall(prose(page)) if not list(ROOT.glob(path.rstrip("/")))]
     made = {"docs/results/*.md", "benches/results/NAME.json"}  # a pattern, and one to be written
     assert set(missing) <= made
+
+
+def test_every_package_is_in_the_table_of_packages():
+    named = set(spans(ROOT / "docs" / "explanation" / "architecture.md"))
+    packages = {path.parent.relative_to(ROOT) for top in TOPS for path in (ROOT / top).glob("*/__init__.py")}
+    assert {path.as_posix() for path in packages} - named == set()
 
 
 @by_page

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,6 +22,7 @@ from relayline.deploy.testing.vocabulary_files import CHATML
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.http_support import CREATED, MODEL, FakeGenerator, says, serving
 
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "http-api.md"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 REQUESTS: list[tuple[str, str, Any]] = [
     ("GET", "/v1/models", None),
@@ -98,6 +101,16 @@ async def test_it_is_written_once_and_only_if_somebody_asks(
             async with session.get(path) as reply:
                 assert reply.status == 200
             assert len(written) == n_written
+
+
+def test_every_route_is_on_the_page_of_the_http_api(tokenizer: Tokenizer) -> None:
+    chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
+    app = make_app(FakeGenerator(), ServedModel(MODEL, CREATED, tokenizer, chat))
+    paths = {resource.canonical for resource in app.router.resources()}
+    written = {re.sub(r"{(\w+)}", lambda name: name[1].upper(), path) for path in paths}
+    page = PAGE.read_text()
+    missing = {path for path in written if not re.search(rf"{re.escape(path)}(?![\w/])", page)}
+    assert {path for path in missing if not path.startswith("/page/")} == set(), "name it in its table"
 
 
 def test_every_route_of_the_api_is_in_it(tokenizer: Tokenizer) -> None:

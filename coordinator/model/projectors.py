@@ -178,24 +178,24 @@ def check_belongs(
         if architecture not in kind.architectures:
             what = "images" if name == found.images else "audio"
             text = f"models of the architecture {architecture} are not served with {what} by a projector of the kind"
-            raise UsageError(f"--mmproj {path}: {text} {name}; those of {', '.join(kind.architectures)} are")
+            raise _refusal(path, f"{text} {name}; those of {', '.join(kind.architectures)} are")
         if kind.needs_axes and not axes:
             text = "this model's positions have one axis: it is one for text alone"
-            raise UsageError(f"--mmproj {path}: {text}, and projectors of the kind {name} need several axes")
+            raise _refusal(path, f"{text}, and projectors of the kind {name} need several axes")
     if found.width != n_embd:
         text = f"its rows have {found.width} values, but the model's have {n_embd}: it belongs to another model"
-        raise UsageError(f"--mmproj {path}: {text}")
+        raise _refusal(path, text)
     if found.deepstack_layers != deepstack_layers:
         text = f"it has features of images for {found.deepstack_layers} layers, but the model takes {deepstack_layers}"
         reason = "it belongs to another model" + (_OLD_SPLIT if is_split and not deepstack_layers else "")
-        raise UsageError(f"--mmproj {path}: {text}: {reason}")
+        raise _refusal(path, f"{text}: {reason}")
     return found
 
 
 def read_projector(path: Path) -> ProjectorFile:
     """Return what a projector encodes. Raises as `check_projector`, whatever the model is."""
     if not path.exists():
-        raise UsageError(f"--mmproj {path}: no such file")
+        raise _refusal(path, "no such file")
     header = read_header(path)
     images, audio = _kinds(path, header)
     is_other = images == "mlp" and _width_of(header, Kind(_OTHER_MLP)) > 0
@@ -205,7 +205,7 @@ def read_projector(path: Path) -> ProjectorFile:
             why = REFUSED.get(kind, f"projectors of the kinds {', '.join(served)} are")
             text = f"projectors of the kind {kind[:40]} are not served: {why}"
             if not may_miss:
-                raise UsageError(f"--mmproj {path}: {text}")
+                raise _refusal(path, text)
             left_out = text
     n_deepstack = sum(_DEEPSTACK_TENSOR.fullmatch(tensor.name) is not None for tensor in header.tensors)
     found = ProjectorFile(images, "" if left_out else audio, 0, n_deepstack, left_out)
@@ -218,16 +218,20 @@ def _kinds(path: Path, header: GgufFile) -> tuple[str, str]:
     architecture = header.value("general.architecture")
     if architecture != "clip":
         text = f"holds a model of the architecture {str(architecture)[:40]}, not a projector"
-        raise UsageError(f"--mmproj {path}: {text}; give the file that the model's maker calls mmproj")
+        raise _refusal(path, f"{text}; give the file that the model's maker calls mmproj")
     has_images = header.value("clip.has_vision_encoder") is True
     has_audio = header.value("clip.has_audio_encoder") is True
     if not has_images and not has_audio:
-        raise UsageError(f"--mmproj {path}: it has no encoder for images or audio")
+        raise _refusal(path, "it has no encoder for images or audio")
     common = str(header.value("clip.projector_type") or "")
     images, audio = _PAIRS.get(common, (common, common))
     images = images or str(header.value("clip.vision.projector_type") or "mlp")
     audio = audio or str(header.value("clip.audio.projector_type") or "of no name")
     return images if has_images else "", audio if has_audio else ""
+
+
+def _refusal(path: Path, why: str) -> UsageError:
+    return UsageError(f"--mmproj {path}: {why}")
 
 
 def _width_of(header: GgufFile, kind: Kind) -> int:

@@ -1,18 +1,12 @@
-"""Derives from a model's header what planning, splitting and a curious user need to know. Reads no tensor data.
-
-The one exception is `content_key`, which reads the first 4 KiB of every tensor.
-"""
+"""Derives from a model's header what planning, splitting and a curious user need to know. Reads no tensor data."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import difflib
-import hashlib
-import os
 import re
 from collections.abc import Set
-from contextlib import ExitStack
 from pathlib import Path
 
 from relayline.coordinator.model import families
@@ -32,7 +26,6 @@ from relayline.coordinator.model.family import (
 from relayline.coordinator.model.family_rules import state_values
 from relayline.coordinator.model.first_layer import first_layer_refusal
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
-from relayline.coordinator.model.origin import origins_of
 from relayline.coordinator.model.placeholders import Placeholders, placeholders_of
 from relayline.coordinator.model.prediction import Prediction, prediction_of
 from relayline.coordinator.model.rank_head import labels_of, rank_refusal, scoring_labels
@@ -64,8 +57,6 @@ PARTS = {
     "imatrix": "an importance matrix, which only helps to quantise a model; give the model itself",
     "mmproj": "a projector for images or sound, a part of a model; give the model itself, which serves text without it",
 }
-SAMPLE_BYTES = 4_096
-HASH_CHUNK_BYTES = 1 << 20  # of one entry at a time: a vocabulary has tens of MiB
 KV_VALUE_BYTES = 2  # f16, the default cache type
 STATE_VALUE_BYTES = 4  # f32, for every cache type
 INDEXER_KEYS = "attention.indexer.key_length"
@@ -489,33 +480,3 @@ def _state_bytes(header: _Header) -> tuple[int, ...]:
         return (0,) * header.n_layers
     size_bytes = state_values(metadata) * STATE_VALUE_BYTES
     return tuple(size_bytes if kind in (RECURRENT, BOTH) else 0 for kind in kinds)
-
-
-def content_key(path: Path) -> str:
-    """Return the sha256 that identifies a model's content, in hex, after reading a few KiB per tensor.
-
-    It covers all metadata, and every tensor's name, shape, type and first 4 KiB. So it is the same however the model is
-    sharded, and differs between two fine-tunes of one base. Of a hollow model, whose tensors are on the hub, it covers
-    the content that the hub promises instead. Raises ModelFileError.
-    """
-    return model_key(open_model(path))
-
-
-def model_key(model: GgufModel) -> str:
-    """Return the content key of an opened model."""
-    digest = hashlib.sha256()
-    for origin in origins_of(model):
-        digest.update(f"origin {origin.etag} {origin.size_bytes}\n".encode())
-    with ExitStack() as stack:
-        files = [stack.enter_context(file.path.open("rb")) for file in model.files]
-        for key, entry in model.entries.items():
-            if not key.startswith("split."):
-                digest.update((entry.end - entry.start).to_bytes(8, "little"))
-                for start in range(entry.start, entry.end, HASH_CHUNK_BYTES):
-                    size_bytes = min(HASH_CHUNK_BYTES, entry.end - start)
-                    digest.update(os.pread(files[0].fileno(), size_bytes, start))
-        for tensor in model.tensors.values():
-            digest.update(f"{tensor.name} {tensor.dims} {tensor.type_id} {tensor.size_bytes}\n".encode())
-            size_bytes = min(SAMPLE_BYTES, tensor.size_bytes)
-            digest.update(os.pread(files[tensor.file_index].fileno(), size_bytes, tensor.offset))
-    return digest.hexdigest()

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
+from relayline.coordinator.model.content_key import model_key
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.families import family_of, metadata_of, output_scale_of, scale_of, slice_overrides
 from relayline.coordinator.model.family import (
@@ -31,7 +32,7 @@ from relayline.coordinator.model.family import (
 )
 from relayline.coordinator.model.first_layer import stated_widths
 from relayline.coordinator.model.gguf_file import GgufModel, read_entries
-from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts, model_key
+from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
 from relayline.coordinator.model.placeholders import PLACEHOLDER_TYPES, zeros_slot
 from relayline.coordinator.model.sidebands import (
     EXPERTS_BY_TOKEN,

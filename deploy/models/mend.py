@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from relayline.coordinator.model.inspection import content_key
+from relayline.coordinator.model.content_key import content_key
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
 from relayline.deploy.models.split_apart import split_apart
 from relayline.wire.common.errors import ArtifactError, RelaylineError

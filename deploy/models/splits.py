@@ -12,8 +12,9 @@ import os
 import shutil
 from pathlib import Path
 
+from relayline.coordinator.model.content_key import content_key
 from relayline.coordinator.model.cuts import balanced_cuts
-from relayline.coordinator.model.inspection import content_key, inspect_model
+from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.models.progress import error_console, progress_bar, shows_bars
 from relayline.deploy.models.trial import try_artifacts

@@ -20,9 +20,10 @@ from typing import Any
 
 import msgspec
 
+from relayline.coordinator.model.content_key import content_key
 from relayline.coordinator.model.cuts import is_allowed, legal_cuts, ranges
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.inspection import BLOCK_NAME, ModelFacts, content_key, inspect_model
+from relayline.coordinator.model.inspection import BLOCK_NAME, ModelFacts, inspect_model
 from relayline.coordinator.model.origin import origins_of
 from relayline.coordinator.planner.speed import Sample, Speed, from_samples
 from relayline.stage.speed.calibrate import ROWS_DIFFER

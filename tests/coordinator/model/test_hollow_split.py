@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from relayline.coordinator.model.content_key import content_key
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.inspection import content_key, inspect_model
+from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.origin import SUFFIX, check_has_bytes, origin_of, origins_of
 from relayline.coordinator.model.pipeline_file import check_artifact, load_pipeline
 from relayline.coordinator.model.same_slice import same_slices

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
+from relayline.coordinator.model.content_key import content_key
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.model.slices import PLACEHOLDER_TYPES
 from relayline.coordinator.model.split import split_model

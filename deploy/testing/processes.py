@@ -108,6 +108,13 @@ class Running:
         return code
 
 
+def stop_all(*processes: Running) -> None:
+    """Stop those that have not ended, in this order."""
+    for each in processes:
+        if each.process.poll() is None:
+            each.stop()
+
+
 @contextlib.contextmanager
 def running(*arguments: str | Path, skew_s: float = 0.0) -> Iterator[Running]:
     """Run a command for the length of a with block."""
@@ -115,8 +122,7 @@ def running(*arguments: str | Path, skew_s: float = 0.0) -> Iterator[Running]:
     try:
         yield started
     finally:
-        if started.process.poll() is None:
-            started.stop()
+        stop_all(started)
 
 
 def children(pid: int) -> list[int]:

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.testing.processes import TIMEOUT_S, Running
+from relayline.deploy.testing.processes import TIMEOUT_S, Running, stop_all
 from tests.end_to_end.test_end_to_end import DEMO
 from tests.support.http_client import Client, assert_same_greedy, tokens_of
 from tests.support.polling import pause
@@ -62,9 +62,7 @@ class Agents:
         return sorted((self.directory / f"disk-{name}").glob("*/*.state"))
 
     def stop(self) -> None:
-        for process in (*self.stages.values(), self.coordinator):
-            if process.process.poll() is None:
-                process.stop()
+        stop_all(*self.stages.values(), self.coordinator)
 
 
 @pytest.fixture(name="agents")

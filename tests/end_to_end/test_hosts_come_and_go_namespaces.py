@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import COMMAND, Running, relayline
+from relayline.deploy.testing.processes import COMMAND, Running, relayline, stop_all
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.end_to_end.test_moves import Gaps, answers_until, eight
 from tests.support.http_client import Client, assert_same_greedy
@@ -76,9 +76,7 @@ class Lan:
         return done.stdout.strip()
 
     def stop(self) -> None:
-        for process in (*reversed(self.stages.values()), self.up):
-            if process.process.poll() is None:
-                process.stop()
+        stop_all(*reversed(self.stages.values()), self.up)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import Running, relayline
+from relayline.deploy.testing.processes import Running, relayline, stop_all
 from tests.end_to_end.test_end_to_end import DEMO
 from tests.support.http_client import Client, tokens_of
 from tests.support.polling import pause
@@ -50,8 +50,7 @@ class Pipeline:
         for process in (*self.stages.values(), self.coordinator):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.process.pid, signal.SIGCONT)
-            if process.process.poll() is None:
-                process.stop()
+            stop_all(process)
 
     @contextlib.contextmanager
     def stopped(self, process: Running) -> Iterator[float]:

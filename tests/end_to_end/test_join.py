@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from relayline.deploy.machine.ports import free_port
-from relayline.deploy.testing.processes import Running, relayline, running
+from relayline.deploy.testing.processes import Running, relayline, running, stop_all
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.support.cutting_proxy import cutting_proxy
 from tests.support.http_client import Client, OnceAllBegan, assert_same_greedy, tokens_of
@@ -68,9 +68,7 @@ class Pipeline:
         return self.stages[name]
 
     def stop(self) -> None:
-        for process in (*self.stages.values(), self.coordinator):
-            if process.process.poll() is None:
-                process.stop()
+        stop_all(*self.stages.values(), self.coordinator)
 
 
 @pytest.fixture(scope="module")

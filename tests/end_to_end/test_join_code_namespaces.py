@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import COMMAND, Running
+from relayline.deploy.testing.processes import COMMAND, Running, stop_all
 from tests.end_to_end.test_end_to_end import DEMO
 from tests.support.namespaces import Host, join_lines, network, prefix_of, refusal, start
 
@@ -80,8 +80,6 @@ async def test_hosts_find_the_pipeline_and_join_it_by_its_codes(tmp_path: Path) 
             found = json.loads((await asyncio.to_thread(on, old, "nearby", "--json", "--wait", "4")).stdout)
             assert [each["state"] for each in found] == ["all stages are there"]
         finally:
-            for process in (*reversed(stages), up):
-                if process.process.poll() is None:
-                    process.stop()
+            stop_all(*reversed(stages), up)
         gone = await asyncio.to_thread(on, old, "nearby", "--wait", "1", "--json")
         assert json.loads(gone.stdout) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import COMMAND, Running
+from relayline.deploy.testing.processes import COMMAND, Running, stop_all
 from tests.end_to_end.test_end_to_end import DEMO
 from tests.support.namespaces import join_lines, network, prefix_of, refusal, start
 
@@ -67,6 +67,4 @@ async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:
             assert used.returncode == 1
             assert f"was already used, by {server.address}" in used.stderr, "on another host"
         finally:
-            for process in (*reversed(stages), up):
-                if process.process.poll() is None:
-                    process.stop()
+            stop_all(*reversed(stages), up)

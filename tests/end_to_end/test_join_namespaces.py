@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import Running, relayline
+from relayline.deploy.testing.processes import Running, relayline, stop_all
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.support.http_client import Client, OnceAllBegan, assert_same_greedy, tokens_of
 from tests.support.namespaces import Host, network, refusal
@@ -62,9 +62,7 @@ class Site:
         )  # fmt: skip
 
     def stop(self) -> None:
-        for process in reversed(self._running):
-            if process.process.poll() is None:
-                process.stop()
+        stop_all(*reversed(self._running))
 
 
 @pytest.fixture(scope="module")

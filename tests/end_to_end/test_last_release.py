@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from relayline.deploy.machine.ports import free_port
-from relayline.deploy.testing.processes import Running, relayline
+from relayline.deploy.testing.processes import Running, relayline, stop_all
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.support.http_client import Client, assert_same_greedy, stopped_under_way, tokens_of
 from tests.support.last_release import prefix, runs_from, unpacked
@@ -87,9 +87,7 @@ class Mixed:
         self.coordinator.next_event("ready")
 
     def stop(self) -> None:
-        for process in (*self.stages.values(), self.coordinator):
-            if process.process.poll() is None:
-                process.stop()
+        stop_all(*self.stages.values(), self.coordinator)
 
 
 def _started(command: list[Any], version: Version) -> Running:

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import COMMAND, Running
+from relayline.deploy.testing.processes import COMMAND, Running, stop_all
 from tests.end_to_end.test_end_to_end import DEMO
 from tests.support.namespaces import Host, join_lines, network, prefix_of, refusal, start
 from tests.support.polling import pause
@@ -117,6 +117,4 @@ async def test_hosts_that_can_only_dial_out_join_by_their_line(tmp_path: Path) -
             details = {entry["name"]: entry["detail"] for entry in json.loads(status.stdout)[0]["processes"]}
             assert (details["desk"], details["laptop"], details["old"]) == ("", *2 * ("through the relay",))
         finally:
-            for process in (*reversed(stages), up):
-                if process.process.poll() is None:
-                    process.stop()
+            stop_all(*reversed(stages), up)

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import Running, child_running, relayline, wait_gone
+from relayline.deploy.testing.processes import Running, child_running, relayline, stop_all, wait_gone
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.end_to_end.test_join import LongClient
 from tests.support.http_client import OnceAllBegan, assert_same_greedy, tokens_of
@@ -65,9 +65,7 @@ class Site:
         return child_running(self.coordinator.process.pid, "coordinator.relay.process")
 
     def stop(self) -> None:
-        for process in (*self.stages.values(), self.coordinator):
-            if process.process.poll() is None:
-                process.stop()
+        stop_all(*self.stages.values(), self.coordinator)
 
 
 @pytest.fixture(scope="module")

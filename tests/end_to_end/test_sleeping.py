@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relayline.deploy.testing.processes import Running, relayline
+from relayline.deploy.testing.processes import Running, relayline, stop_all
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.end_to_end.test_join import stage
 from tests.support.http_client import Client, tokens_of
@@ -42,9 +42,7 @@ class Pipeline:
         return stage(name, str(self.coordinator.event["join"]), self._disks / name)
 
     def stop(self) -> None:
-        for process in (*self.stages.values(), self.coordinator):
-            if process.process.poll() is None:
-                process.stop()
+        stop_all(*self.stages.values(), self.coordinator)
 
     def resident_bytes(self) -> list[int]:
         """Of each stage."""

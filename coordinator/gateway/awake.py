@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 from relayline.coordinator.gateway.bounds import (
     FALL_MAX_S,
+    NS,
     RETRY_AFTER_S,
     SLEEP_AGAIN_MAX_S,
     SLEEP_AGAIN_S,
@@ -32,7 +33,6 @@ from relayline.coordinator.gateway.bounds import (
 from relayline.wire.common.errors import NotReadyError
 
 Pipeline: TypeAlias = Hashable
-NS = 1_000_000_000  # of a second
 
 
 class Go(NamedTuple):

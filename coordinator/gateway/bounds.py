@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+NS = 1_000_000_000  # of a second
+
 BACKENDS_MAX = 64  # pipelines behind one gateway; each is asked for its state every second
 MODELS_PER_BACKEND_MAX = 64  # names under which one pipeline serves its model
 PREFIXES_PER_BACKEND_MAX = 16_384  # beginnings of conversations that were sent there; 100 bytes each

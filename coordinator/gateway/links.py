@@ -24,6 +24,7 @@ from relayline.coordinator.gateway.bounds import (
     CONNECT_TIMEOUT_S,
     LOST_AFTER_S,
     MODELS_PER_BACKEND_MAX,
+    NS,
     POLL_S,
     POLL_TIMEOUT_S,
     SLEEP_TIMEOUT_S,
@@ -37,7 +38,6 @@ from relayline.wire.common.texts import system_reason
 
 log = logging.getLogger("relayline.gateway")
 
-NS = 1_000_000_000  # of a second
 _RESTING = tuple(phase for phase in Phase if phase.rests)
 _REFUSALS = {401: "it requires an API key", 403: "it refuses this gateway"}
 

@@ -226,7 +226,7 @@ KDA_VALUES: dict[str, Value] = {
 }  # fmt: skip
 
 
-def _kda() -> dict[str, Shape]:
+def kda() -> dict[str, Shape]:
     shapes: dict[str, Shape] = {f"attn_{name}.weight": (KDA_INNER, N_EMBD) for name in "qkv"}
     shapes |= {f"ssm_conv1d_{name}.weight": (1, KDA_INNER, 1, CONV) for name in "qkv"}
     shapes |= {"ssm_beta.weight": (N_HEADS, N_EMBD), "ssm_a": (N_HEADS, 1), "ssm_dt.bias": (KDA_INNER,)}
@@ -241,16 +241,16 @@ def _latent() -> dict[str, Shape]:
     }  # fmt: skip
 
 
-def _feed_forward(layer: int) -> dict[str, Shape]:
+def feed_forward(layer: int) -> dict[str, Shape]:
     return dense() if layer < 1 else experts(32, shared=32) | {"exp_probs_b.bias": (N_EXPERTS,)}
 
 
 def _kimi_linear(layer: int) -> Shapes:
-    shapes = norms("attn_norm", "ffn_norm") | _feed_forward(layer)
+    shapes = norms("attn_norm", "ffn_norm") | feed_forward(layer)
     if EVERY_FOURTH[layer]:
         return shapes | _latent()
     shapes |= {f"ssm_{name}_a.weight": (KDA, N_EMBD) for name in "fg"}
-    return shapes | {f"ssm_{name}_b.weight": (KDA_INNER, KDA) for name in "fg"} | _kda()
+    return shapes | {f"ssm_{name}_b.weight": (KDA_INNER, KDA) for name in "fg"} | kda()
 
 
 # Kimi K3: every third layer's input goes into all later layers. Its last layer attends, whatever the period.
@@ -268,7 +268,7 @@ def _kimi_k3(layer: int, n_dense: int = 1) -> Shapes:
     shapes |= dense() if layer < n_dense else _latent_experts()
     if not K3_ATTENDING[layer]:
         shapes |= {"ssm_f_a.weight": (KDA, N_EMBD), "ssm_f_b.weight": (KDA_INNER, KDA)}
-        return shapes | _kda() | {"ssm_g.weight": (KDA_INNER, N_EMBD), "ssm_a": (N_HEADS,)}
+        return shapes | kda() | {"ssm_g.weight": (KDA_INNER, N_EMBD), "ssm_a": (N_HEADS,)}
     queries = {"attn_q_a.weight": (Q_RANK, N_EMBD), "attn_q_b.weight": (N_HEADS * (HEAD + ROPE), Q_RANK)}
     shapes |= {"attn_q_a_norm.weight": (Q_RANK,), "attn_gate.weight": (N_HEADS * HEAD, N_EMBD)}
     return shapes | queries | {name: shape for name, shape in _latent().items() if name != "attn_q.weight"}
@@ -286,10 +286,10 @@ def _latent_experts() -> dict[str, Shape]:
 
 
 def _bailingmoe3(layer: int) -> Shapes:
-    shapes = norms("attn_norm", "ffn_norm") | _feed_forward(layer)
+    shapes = norms("attn_norm", "ffn_norm") | feed_forward(layer)
     if EVERY_FOURTH[layer]:
         return shapes | _latent() | {"attn_gate.weight": (N_HEADS, N_EMBD)}
-    return shapes | {f"ssm_{name}_a.weight": (KDA_INNER, N_EMBD) for name in "fg"} | _kda()
+    return shapes | {f"ssm_{name}_a.weight": (KDA_INNER, N_EMBD) for name in "fg"} | kda()
 
 
 HYBRIDS: dict[str, Recipe] = {

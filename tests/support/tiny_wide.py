@@ -4,9 +4,7 @@ normed first.
 
 from __future__ import annotations
 
-from tests.support.tiny_hybrids import EVERY_FOURTH, HOT, KDA_VALUES, N_LAYERS
-from tests.support.tiny_hybrids import _feed_forward as feed_forward
-from tests.support.tiny_hybrids import _kda as kda
+from tests.support.tiny_hybrids import EVERY_FOURTH, HOT, KDA_VALUES, N_LAYERS, feed_forward, kda
 from tests.support.tiny_shapes import (
     BIASED_NORM,
     HEAD,

@@ -11,17 +11,15 @@ from relayline.coordinator.engine.handing import handed
 from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, Moves, MoveState, Prepare, Settle, Switch
 from relayline.coordinator.engine.pool import Pool
 from relayline.coordinator.planner.share_out import Holder, share_out
-from relayline.deploy.testing.cluster.clock import MS, Clock, S
+from relayline.deploy.testing.cluster.clock import Clock, S
 from relayline.deploy.testing.cluster.model import N_LAYERS
 from relayline.deploy.testing.cluster.node import NOTHING, Node, Part
-from relayline.deploy.testing.cluster.sleeper import Sleeper
+from relayline.deploy.testing.cluster.sleeper import LOAD_NS, Sleeper, travel_ns
 from relayline.wire.common.errors import NotReadyError, RelaylineError
 from relayline.wire.common.phase import Phase
 
 if TYPE_CHECKING:
     from relayline.deploy.testing.cluster.coordinator import Coordinator
-
-LOAD_NS = 400 * MS  # the longest time to load a slice
 
 
 def parts(cuts: Sequence[int]) -> tuple[Part, ...]:
@@ -148,7 +146,7 @@ class Mover:
                 node = self._nodes[at]
                 node.ordered = self._part_of(at)
                 switch = functools.partial(node.switch, number, takes.get(at, ()), keeps=kept.get(at, False))
-                self._clock.after(self._travel_ns(), node.process.do, switch)
+                self._clock.after(travel_ns(self._rng), node.process.do, switch)
         self.sleeper.ended()
 
     def _part_of(self, place: int) -> Part:
@@ -160,12 +158,9 @@ class Mover:
             self.moves.connected(self._clock.now_ns)
         self.sleeper.stands()
 
-    def _travel_ns(self) -> int:
-        return self._rng.randrange(1, 20 * MS)
-
     def _died(self, place: int) -> None:
         self.sleeper.died(self._nodes[place])
-        self._clock.after(self._travel_ns(), self._left, place)
+        self._clock.after(travel_ns(self._rng), self._left, place)
 
     def _left(self, place: int) -> None:
         if not self._nodes[place].process.is_up:
@@ -175,7 +170,7 @@ class Mover:
 
     def _started(self, place: int) -> None:
         self.sleeper.started(self._nodes[place])
-        self._clock.after(self._travel_ns(), self._came, place)
+        self._clock.after(travel_ns(self._rng), self._came, place)
 
     def _came(self, place: int) -> None:
         if self._nodes[place].process.is_up:
@@ -194,7 +189,7 @@ class Mover:
                     self._prepare(number)
                 case Drop(number):
                     for node in self._nodes:
-                        clock.after(self._travel_ns(), node.process.do, functools.partial(node.drop, number))
+                        clock.after(travel_ns(self._rng), node.process.do, functools.partial(node.drop, number))
                     self._coordinator.carry(self._coordinator.conductor.dispatch(clock.now_ns))
                 case Settle(after_s):
                     clock.after(round(after_s * S), self.look)
@@ -226,12 +221,12 @@ class Mover:
         wanted = dict(zip(move.holders, zip(parts(move.cuts), move.keeps, strict=True), strict=True))
         for at in sorted({*self.holders, *move.holders}):
             node, (part, keeps) = self._nodes[at], wanted.get(at, (NOTHING, True))
-            after_ns = self._travel_ns() + (0 if keeps else self._rng.randrange(LOAD_NS))
+            after_ns = travel_ns(self._rng) + (0 if keeps else self._rng.randrange(LOAD_NS))
             prepare = functools.partial(node.prepare, number, part, functools.partial(self._prepared, number))
             self._clock.after(after_ns, node.process.do, prepare)
 
     def _prepared(self, number: int, place: int) -> None:
-        self._clock.after(self._travel_ns(), self._is_prepared, number, place)
+        self._clock.after(travel_ns(self._rng), self._is_prepared, number, place)
 
     def _is_prepared(self, number: int, place: int) -> None:
         self._carry(self.moves.prepared(number, place, self._clock.now_ns))

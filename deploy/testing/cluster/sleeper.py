@@ -30,6 +30,11 @@ LOAD_NS = 400 * MS  # the longest time to load a slice
 FAILS_SHARE = 0.1  # of loads
 
 
+def travel_ns(rng: random.Random) -> int:
+    """Return how long an order, or an answer, is on its way between the coordinator and a node."""
+    return rng.randrange(1, 20 * MS)
+
+
 class Sleeper:
     """Puts the cluster's only coordinator to sleep, and wakes it."""
 
@@ -142,10 +147,7 @@ class Sleeper:
         self._awake.clear()
         for node in self._holders():
             told = functools.partial(self._told, node, self._orders, is_asleep=is_asleep)
-            self._clock.after(self._travel_ns(), node.process.do, told)
-
-    def _travel_ns(self) -> int:
-        return self._rng.randrange(1, 20 * MS)
+            self._clock.after(travel_ns(self._rng), node.process.do, told)
 
     def _told(self, node: Node, order: int, *, is_asleep: bool) -> None:
         """A node hears an order, in its process."""
@@ -163,10 +165,10 @@ class Sleeper:
         if order < self._orders:
             return
         if self._rng.random() < FAILS_SHARE:
-            self._clock.after(self._travel_ns(), self._failed, order)
+            self._clock.after(travel_ns(self._rng), self._failed, order)
             return
         node.process.is_asleep = False
-        self._clock.after(self._travel_ns(), self._serves, node, order)
+        self._clock.after(travel_ns(self._rng), self._serves, node, order)
 
     def _failed(self, order: int) -> None:
         if order == self._orders:

@@ -17,7 +17,7 @@ from typing import Any
 
 from relayline.coordinator.answers.calls import NAME_CHARS_MAX, NamedCall, NotACallError
 from relayline.coordinator.answers.grammar import ANYTHING, Rules, Wanted, with_answer
-from relayline.coordinator.answers.reader import CallPart, CallReading, Parts
+from relayline.coordinator.answers.reader import CallPart, CallReading, Gathered, Parts
 from relayline.coordinator.answers.syntax import NamedBody, Syntax, Thinking
 from relayline.coordinator.text.detokenize import overlap
 
@@ -78,9 +78,7 @@ class HarmonyReader:
         self._name, self._call = "", NamedCall(_CALL)  # while a call is read
         self._since = ""  # text for the function, until a reader sees the call
         self._is_cut = False
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._parts: list[CallPart] = []
+        self._new = Gathered()
         self._is_new = False  # no part of the message has been passed on yet
         self._has_text = self._has_reasoning = False
         self.n_calls = 0
@@ -101,7 +99,7 @@ class HarmonyReader:
         self._held += text
         while self._held and not self.is_over and (self._read_body() if self._kind else self._read_header()):
             pass
-        return self._taken()
+        return self._new.taken()
 
     def finish(self, *, is_cut: bool = False) -> Parts:
         """Return the held text, when no more text follows."""
@@ -112,12 +110,7 @@ class HarmonyReader:
         elif self._held.strip() and not _HEADER.match(self._held):
             self._say(self._held)
         self._held = ""
-        return self._taken()
-
-    def _taken(self) -> Parts:
-        parts = Parts("".join(self._text), "".join(self._reasoning), tuple(self._parts))
-        self._text, self._reasoning, self._parts = [], [], []
-        return parts
+        return self._new.taken()
 
     # Each step below reads on. It returns whether another may follow at once; False: more text is needed.
 
@@ -195,13 +188,13 @@ class HarmonyReader:
         elif is_new:
             self._tell(arguments)
         elif arguments:
-            self._parts.append(CallPart(self.n_calls - 1, arguments))
+            self._new.calls.append(CallPart(self.n_calls - 1, arguments))
         assert self._reading is not None
         self.is_over = self._call.is_whole and not self._reading.is_parallel
 
     def _tell(self, arguments: str) -> None:
         assert self._reading is not None
-        self._parts.append(CallPart(self.n_calls, arguments, self._name, self._reading.new_id()))
+        self._new.calls.append(CallPart(self.n_calls, arguments, self._name, self._reading.new_id()))
         self.n_calls += 1
 
     def _end_message(self) -> None:
@@ -213,15 +206,15 @@ class HarmonyReader:
 
     def _say(self, text: str) -> None:
         if text and self._is_new and self._has_text:
-            self._text.append("\n\n")  # between earlier text and the text that follows
+            self._new.text.append("\n\n")  # between earlier text and the text that follows
         self._has_text, self._is_new = self._has_text or bool(text), self._is_new and not text
-        self._text.append(text)
+        self._new.text.append(text)
 
     def _think(self, text: str) -> None:
         if text and self._is_new and self._has_reasoning:
-            self._reasoning.append("\n\n")
+            self._new.reasoning.append("\n\n")
         self._has_reasoning, self._is_new = self._has_reasoning or bool(text), self._is_new and not text
-        self._reasoning.append(text)
+        self._new.reasoning.append(text)
 
 
 def harmony_calls_grammar(wanted: Wanted) -> str:

@@ -58,6 +58,21 @@ class Parts(NamedTuple):
         return Parts(self.text + more.text, self.reasoning + more.reasoning, self.calls + more.calls)
 
 
+class Gathered:
+    """What has been read of an answer, and not yet passed on."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[CallPart] = []
+
+    def taken(self) -> Parts:
+        """Return all of it, and begin anew."""
+        parts = Parts("".join(self.text), "".join(self.reasoning), tuple(self.calls))
+        self.text, self.reasoning, self.calls = [], [], []
+        return parts
+
+
 class Reader(Protocol):
     """Takes one answer apart, piece by piece."""
 
@@ -113,9 +128,7 @@ class AnswerReader:
         self._mark = ""  # what announced calls, blanks before it included
         self._since = ""  # text since then, until a call's name is known
         self._call: CallReader | None = None
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._parts: list[CallPart] = []
+        self._new = Gathered()
         self._has_text = self._has_reasoning = self._has_thought = False
         self._ids: set[str] = set()
         self.n_calls = 0
@@ -136,7 +149,7 @@ class AnswerReader:
         self._held += text
         while self._held and not self.is_over and self._steps[self._state]():
             pass
-        return self._taken()
+        return self._new.taken()
 
     def finish(self, *, is_cut: bool = False) -> Parts:
         """Return the held text, when no more text follows. `is_cut`: the mark of a cut call is not text."""
@@ -149,15 +162,10 @@ class AnswerReader:
         elif self._state == "text" or (self._state == "call" and not (self._call and self._call.name)):
             self._say(f"{self._mark}{self._since}{self._held}".rstrip())
         self._held = self._mark = self._since = ""
-        return self._taken()
+        return self._new.taken()
 
     def _is_in_marked_call(self) -> bool:
         return self._state in ("calls", "call") and self._reading is not None and bool(self._reading.syntax.trigger)
-
-    def _taken(self) -> Parts:
-        parts = Parts("".join(self._text), "".join(self._reasoning), tuple(self._parts))
-        self._text, self._reasoning, self._parts = [], [], []
-        return parts
 
     # Each step below reads on in its state. It returns whether another may follow at once; False: more text is needed.
 
@@ -268,10 +276,10 @@ class AnswerReader:
             return False
         if is_new:
             self._forget_mark()
-            self._parts.append(CallPart(self.n_calls, arguments, self._call.name, self._id_of(self._call)))
+            self._new.calls.append(CallPart(self.n_calls, arguments, self._call.name, self._id_of(self._call)))
             self.n_calls += 1
         elif arguments:
-            self._parts.append(CallPart(self.n_calls - 1, arguments))
+            self._new.calls.append(CallPart(self.n_calls - 1, arguments))
         if self._call.rest is None:
             return False
         self._held, self._state = self._call.rest, "behind"
@@ -311,14 +319,14 @@ class AnswerReader:
         if not self._has_text and (self.n_calls or self._has_thought):
             text = text.lstrip()
         if text:
-            self._text.append(text)
+            self._new.text.append(text)
             self._has_text = True
 
     def _think(self, text: str) -> None:
         if not self._has_reasoning:
             text = text.lstrip()
         if text:
-            self._reasoning.append(text)
+            self._new.reasoning.append(text)
             self._has_reasoning = True
 
 

@@ -116,7 +116,13 @@ async def look_place(gateway: GatewayManifest, place: Place) -> list[Finding]:
             status = answer.status
     except (aiohttp.ClientError, TimeoutError) as error:
         why = system_reason(error) or str(error) or "no answer in time"
-        return [warning("url", f"{url} does not answer: {why}", "start it there; its replicas answer meanwhile")]
+        return [
+            warning(
+                "url",
+                f"{url} does not answer: {why}",
+                "start it there; until it answers, its model has replicas, or its clients get 503",
+            )
+        ]
     if status == 200:
         return [ok("url", f"{url} answers")]
     return [warning("url", f"{url}/v1/models answers {status}", _REMEDIES.get(status, "see its log"))]

@@ -38,6 +38,8 @@ _ROUTE_KEY = "relayline-route"
 _ROUTE_FORM = re.compile("([0-9a-f]{16})-([0-9a-f]{8})")
 HANDSHAKE_TRIES = 3  # where gRPC loses the reason for which the other side ended the call at once
 REFUSAL_WAIT_S = 0.5  # in which a refusal arrives, and no message of ours crosses it
+# What gRPC says around the system's own words: all addresses that were tried, and the number of the error.
+_NO_CONNECTION = re.compile(r".*Failed to connect to remote host: (?:connect: )?(?P<why>[^:()]+?)(?: \(\d+\))?")
 _CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _KEEPALIVE: tuple[tuple[str, int], ...] = (
@@ -200,7 +202,8 @@ def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
         if key == _LABEL_KEY and isinstance(value, str) and value in STATUS:
             return from_wire(value, detail)
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return StageLostError(f"{peer} cannot be reached ({detail})")
+        found = _NO_CONNECTION.fullmatch(detail)
+        return StageLostError(f"{peer} cannot be reached ({found['why'] if found else detail})")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return StageLostError(f"{peer} did not answer in time")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:

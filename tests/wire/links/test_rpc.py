@@ -118,6 +118,15 @@ async def test_a_status_without_label(code: grpc.StatusCode, expected: type[Rela
     assert caught.value.message == text
 
 
+async def test_a_peer_that_is_not_there_is_named_with_the_words_of_the_system_alone():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        async with rpc.open_channel(f"127.0.0.1:{taken.getsockname()[1]}", LinkSecurity(insecure=True)) as channel:
+            with pytest.raises(StageLostError) as caught:
+                await describe(channel)
+    assert caught.value.message == "b cannot be reached (Connection refused)"
+
+
 async def test_a_label_of_a_newer_peer_falls_back_to_its_status():
     async def abort(request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "later", (("relayline-error", "invented_later"),))

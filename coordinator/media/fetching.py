@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import threading
 import time
@@ -32,6 +33,14 @@ from relayline.wire.telemetry import names
 _HEADERS = {"User-Agent": "relayline", "Accept": "image/*, audio/*", "Accept-Encoding": "identity"}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SHOWN_CHARS = 120  # of an address, in an error
+# The bytes of an answer are never repeated: one of no web server may be for its own callers alone.
+_PROBLEMS: tuple[tuple[type[Exception], str], ...] = (
+    (aiohttp.ClientConnectorCertificateError, "the certificate of its server is not valid here"),
+    (aiohttp.ClientSSLError, "its server does not speak TLS as this one does"),
+    (aiohttp.ServerDisconnectedError, "its server ended the connection"),
+    (aiohttp.ClientPayloadError, "its server's answer is not complete"),
+    (aiohttp.ClientResponseError, "its server's answer is no HTTP"),
+)
 LookUp: TypeAlias = "asyncio.Future[list[ResolveResult]]"
 
 
@@ -80,7 +89,7 @@ class Fetcher:
         try:
             async with asyncio.timeout(self._fetch_s):
                 data = await self._fetched(url_of(file.address), file.address, budget)
-            return await asyncio.to_thread(fetched_file, file, data)
+            return await asyncio.to_thread(fetched_file, file, data, _shown(file.address))
         except InvalidRequestError as error:
             return InvalidRequestError.of_field(file.param, error.message)
         except RelaylineError as error:
@@ -88,8 +97,7 @@ class Fetcher:
         except TimeoutError:
             problem = f"it did not come within {self._fetch_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            problem = f"it cannot be fetched: {printable(reason)[:200]}"
+            problem = f"it cannot be fetched: {_problem(error)}"
         return InvalidRequestError.of_field(file.param, f"{_shown(file.address)}: {problem}")
 
     async def _fetched(self, url: URL | None, address: str, budget: _Budget) -> bytes:
@@ -101,8 +109,7 @@ class Fetcher:
                 raise InvalidRequestError(f"{_shown(address)}: this server does not fetch from there")
             async with self._client(budget) as client, client.get(url, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "Location" in response.headers:
-                    address = str(url.join(URL(response.headers["Location"])))
-                    url = url_of(address)
+                    address, url = _led_to(url, response.headers["Location"], address)
                     continue
                 if response.status != 200:
                     raise InvalidRequestError(f"{_shown(address)}: its server answered {response.status}")
@@ -118,6 +125,15 @@ class Fetcher:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         )
+
+
+def _led_to(url: URL, location: str, address: str) -> tuple[str, URL | None]:
+    """Return where a redirect leads, as text and as an address. Raises InvalidRequestError where it leads nowhere."""
+    try:
+        led = str(url.join(URL(location)))
+    except ValueError:
+        raise InvalidRequestError(f"{_shown(address)}: it leads to no address") from None
+    return led, url_of(led)
 
 
 class _Budget:
@@ -205,3 +221,14 @@ def _looked_up(host: str, port: int, family: socket.AddressFamily) -> list[Resol
 def _shown(address: str) -> str:
     text = printable(address)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+
+
+def _problem(error: Exception) -> str:
+    """Return in a few words why an answer cannot be had."""
+    for kind, problem in _PROBLEMS:
+        if isinstance(error, kind):
+            return problem
+    if isinstance(error, OSError) and not isinstance(error, aiohttp.ClientConnectorDNSError) and (error.errno or 0) > 0:
+        return os.strerror(error.errno or 0)
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return printable(reason)[:200]

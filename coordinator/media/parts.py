@@ -29,6 +29,7 @@ _IMAGE_FORMATS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")
 _AUDIO_FORMATS = (b"ID3", b"fLaC")
 MARKER = "<__media__>"  # as llama-server shows the place of an image or of audio
 NO_AUDIO_FORMAT = "it is no WAV, MP3 or FLAC"
+_NO_IMAGE_FORMAT = "it is no PNG, JPEG, WebP or GIF"
 
 
 class Takes(NamedTuple):
@@ -141,10 +142,15 @@ def _picture(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[
     return _image_file(_bytes_of(url, head.end(), param, "an image"), param)
 
 
-def _image_file(data: bytes, param: str) -> MediaFile:
+def _is_image_file(data: bytes) -> bool:
+    """Whether it begins like an image file that the encoder reads."""
     is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
-    if not (is_webp or data.startswith(_IMAGE_FORMATS)):
-        raise InvalidRequestError.of_field(param, "it is no PNG, JPEG, WebP or GIF")
+    return is_webp or data.startswith(_IMAGE_FORMATS)
+
+
+def _image_file(data: bytes, param: str) -> MediaFile:
+    if not _is_image_file(data):
+        raise InvalidRequestError.of_field(param, _NO_IMAGE_FORMAT)
     return MediaFile(data, hashlib.sha256(data).digest(), param)
 
 
@@ -170,8 +176,13 @@ def audio_file(data: bytes, param: str) -> MediaFile:
     return MediaFile(data, hashlib.sha256(data).digest(), param, is_audio=True)
 
 
-def fetched_file(asked: MediaFile, data: bytes) -> MediaFile:
-    """Return a file that was fetched. Raises InvalidRequestError where it is none of its kind; hashes all its bytes."""
+def fetched_file(asked: MediaFile, data: bytes, shown: str) -> MediaFile:
+    """Return a file that was fetched from the address `shown`; hashes all its bytes.
+
+    Raises InvalidRequestError, without the file's place in the request, where it is none of its kind.
+    """
+    if not (is_audio_file(data) if asked.is_audio else _is_image_file(data)):
+        raise InvalidRequestError(f"{shown}: {NO_AUDIO_FORMAT if asked.is_audio else _NO_IMAGE_FORMAT}")
     return audio_file(data, asked.param) if asked.is_audio else _image_file(data, asked.param)
 
 

@@ -133,6 +133,40 @@ async def test_what_cannot_be_had_is_one_line_at_its_place(path: str, problem: s
     assert problem in message
 
 
+@contextlib.asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[str]:
+    """Serve the same bytes to everyone, whatever is asked, and then close."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a.png"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"+secret banner\r\n", "it cannot be fetched: its server's answer is no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"secret" * 20_000, "it cannot be fetched: its server's answer is no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: secret\r\n\r\n", "it cannot be fetched: its server's answer is no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "it cannot be fetched: its server's answer is not complete"),
+        (b"", "it cannot be fetched: its server ended the connection"),
+        (b"HTTP/1.1 302 F\r\nLocation: http://[::1\r\n\r\n", "it leads to no address"),
+        (b"HTTP/1.1 302 F\r\nLocation: http://127.0.0.1:99999/\r\n\r\n", "it leads to no address"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nsecret", "it is no PNG, JPEG, WebP or GIF"),
+    ],
+)
+async def test_a_bad_answer_is_one_line_that_repeats_none_of_its_bytes(answer: bytes, problem: str) -> None:
+    async with answering(answer) as address:
+        assert await refusal(at(address)) == f"messages[0].content[0].image_url: {address}: {problem}"
+
+
 async def test_a_server_that_does_not_answer_is_given_up() -> None:
     async with site() as (served, url):
         message = await refusal(at(f"{url}/never"), fetch_s=0.05)
@@ -143,7 +177,8 @@ async def test_a_server_that_does_not_answer_is_given_up() -> None:
 async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with site() as (_, url):
         pass
-    assert "it cannot be fetched" in await refusal(at(f"{url}/png"))
+    place = "messages[0].content[0].image_url"
+    assert await refusal(at(f"{url}/png")) == f"{place}: {url}/png: it cannot be fetched: Connection refused"
     monkeypatch.setattr(fetching, "_SHOWN_CHARS", 20)
     assert "http://127.0.0.1:" in await refusal(at(f"{url}/{'x' * 300}"))
 

@@ -27,14 +27,20 @@ SAMPLE_MAX = 1 << 31  # as in the widest of whole numbers; where samples are flo
 _FLAC_SAMPLES_MAX = AUDIO_SECONDS_MAX * 48_000 * 2  # of all channels: the longest audio as DVDs have it
 
 
+def kind_of_file(data: bytes) -> str:
+    """Return the name of an audio file's format, as it begins."""
+    return {b"RIFF": "WAV", b"fLaC": "FLAC"}.get(data[:4], "MP3")
+
+
 def checked(data: bytes) -> bytes:
     """Return an audio file whose header can be trusted. Raises InvalidRequestError for one that is broken or too long.
 
     Of a WAV these are its format and its samples alone, with the sizes that they have.
     """
-    if data[:4] == b"RIFF":
+    kind = kind_of_file(data)
+    if kind == "WAV":
         return _wave(data)
-    if data[:4] == b"fLaC":
+    if kind == "FLAC":
         _check_flac(data)
     else:
         _check_mpeg(data)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from relayline.coordinator.media.audio_headers import check_samples, check_seconds, checked
+from relayline.coordinator.media.audio_headers import check_samples, check_seconds, checked, kind_of_file
 from relayline.coordinator.media.cleared_rows import clearing
 from relayline.coordinator.media.parts import Takes, is_audio_file
 from relayline.coordinator.media.segments import Grid, Segment, n_rows_in
@@ -150,7 +150,8 @@ class Projector:
                 self._context, held, len(file), False, mtmd.mtmd_helper_init_opt_default()
             )
         if not made.bitmap:
-            raise InvalidRequestError(f"the audio cannot be read: {self._errors.reason()}")
+            # llama.cpp's own reason speaks of WAV, whatever the file is.
+            raise InvalidRequestError(f"the audio cannot be read: it is a damaged {kind_of_file(data)} file, or none")
         try:
             n_samples = mtmd.mtmd_bitmap_get_nx(made.bitmap)
             assert self._sounds is not None
@@ -243,6 +244,8 @@ def pixels_of(data: bytes) -> npt.NDArray[np.uint8]:
                 image.load()
                 turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
                 upright = image if turn is None else image.transpose(turn)
+                if upright.mode.startswith("I"):
+                    upright = _in_8_bits(upright)
                 if upright.has_transparency_data:
                     clear = upright.convert("RGBA")
                     upright = Image.new("RGBA", clear.size, "white")
@@ -254,6 +257,16 @@ def pixels_of(data: bytes) -> npt.NDArray[np.uint8]:
         raise InvalidRequestError("it is no image that can be read") from None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise InvalidRequestError(f"the image cannot be read: {str(error)[:200]}") from None
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Return a grey image of 16 bits in 8. Pillow's `convert` would make all but the darkest 256th of them white."""
+    grey = np.asarray(image)
+    seen = Image.fromarray((grey >> 8).astype(np.uint8))
+    clear = image.info.get("transparency")
+    if clear is not None:
+        seen.putalpha(Image.fromarray(np.where(grey == clear, 0, 255).astype(np.uint8)))
+    return seen
 
 
 def _vocabulary_of(path: Path) -> Any:

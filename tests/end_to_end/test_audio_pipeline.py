@@ -212,7 +212,8 @@ async def test_bad_files_get_one_line_and_other_dialects_count_alike(model: Mode
                                           {"type": "input_audio", "input_audio": {"data": data}}]}]  # fmt: skip
     of_vllm = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}}
     async with chats(model) as client:
-        for bad, problem in ((b"ID3" + bytes(100), "the audio cannot be read"), (file[:40], "no sound in")):
+        damaged = "the audio cannot be read: it is a damaged MP3 file, or none"
+        for bad, problem in ((b"ID3" + bytes(100), damaged), (file[:40], "no sound in")):
             body = {"messages": [{"role": "user", "content": content("hear", bad)}]}
             refusal = (await client.post("/v1/chat/completions", body, 400))["error"]
             assert refusal["param"] == "messages[0].content[1].input_audio"

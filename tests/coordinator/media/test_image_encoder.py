@@ -159,6 +159,17 @@ def test_transparency_becomes_white_and_photographs_stand_upright() -> None:
     assert pixels_of(file.getvalue()).shape == (3, 2, 3)
 
 
+def test_grey_images_of_16_bits_are_as_bright_as_those_of_8() -> None:
+    brightness = np.arange(0, 65536, 257, np.uint16).reshape(16, 16)
+    files = io.BytesIO(), io.BytesIO()
+    Image.fromarray(brightness).save(files[0], "PNG")
+    Image.fromarray(brightness).save(files[1], "PNG", transparency=257 * 7)
+    opaque, clear = (pixels_of(file.getvalue()) for file in files)
+    assert opaque.tolist() == [[[16 * row + column] * 3 for column in range(16)] for row in range(16)]
+    assert clear[0, 7].tolist() == [255, 255, 255]
+    assert (clear != opaque).any(axis=2).sum() == 1
+
+
 @pytest.mark.parametrize("tag", [0x0100, 0x011A])  # its width, its resolution
 def test_a_photograph_whose_exif_is_odd_stands_upright(tag: int) -> None:
     entries = struct.pack("<HHIHHHHI4s", 0x0112, 3, 1, 6, 0, tag, 2, 4, b"odd\0")

@@ -12,6 +12,7 @@ from relayline.deploy.doctor.files import (
     look_draft_model,
     look_keys,
     look_model,
+    look_projector,
     look_security,
     look_split,
     names_here,
@@ -142,6 +143,7 @@ def pipeline_probes(patient: Patient, timeout_s: float, *, deep: bool) -> list[P
     probes = [
         Probe("model", functools.partial(look_model, manifest), timeout_s),
         Probe("draft model", functools.partial(look_draft_model, manifest), timeout_s),
+        Probe("projector", functools.partial(look_projector, manifest), timeout_s),
         Probe("artifacts", lambda: look_split(split_of(manifest), deep=deep), DEEP_TIMEOUT_S if deep else timeout_s),
         Probe("ports", functools.partial(look_ports, manifest, running=running), timeout_s),
         Probe("coordinator.host", functools.partial(look_coordinator_host, manifest), timeout_s),

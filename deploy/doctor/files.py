@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import stat
 from pathlib import Path
@@ -14,15 +15,19 @@ from relayline.coordinator.model.pipeline_file import (
     check_artifact,
     load_pipeline,
 )
+from relayline.coordinator.model.projectors import read_projector
 from relayline.deploy.doctor.report import Finding, Outcome, failure, ok, warning
 from relayline.deploy.launch.draft_model import check_draft_model
 from relayline.deploy.launch.own_tls import JOIN_DIR
+from relayline.deploy.launch.projector import check_projector_of
 from relayline.deploy.manifest import Manifest, is_local
-from relayline.deploy.models.model_source import check_here, is_on_hub
-from relayline.deploy.planning.drafting import draft_memory
+from relayline.deploy.manifest.model import AUTO_PROJECTOR
+from relayline.deploy.models.model_source import check_here, is_on_hub, projector_here
+from relayline.deploy.planning.drafting import draft_memory, encoder_bytes
 from relayline.stage.joining.artifact_store import cached
 from relayline.wire.common.errors import ArtifactError, RelaylineError, UsageError
 from relayline.wire.common.file_hash import noted_sha256, sha256_of
+from relayline.wire.common.places import expanded
 from relayline.wire.common.units import GIB, MIB
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
@@ -77,6 +82,30 @@ def look_draft_model(manifest: Manifest) -> list[Finding]:
     on_gpu = "" if memory.gpu is None else f" and {memory.gpu.total_bytes / GIB:.2f} of the GPU's"
     cells = f"{serving.draft_ctx_tokens:,} tokens"
     return [ok("draft model", f"{serving.draft_model}: {memory.total_bytes / GIB:.2f} GiB{on_gpu}, for {cells}")]
+
+
+def look_projector(manifest: Manifest) -> list[Finding]:
+    """Look whether the projector is there and belongs to the model, and what its process takes; nothing where none is
+    named.
+    """
+    named, model = manifest.serving.mmproj, manifest.model_path
+    if not named:
+        return []
+    path = projector_here(named, model)
+    if path is None and named == AUTO_PROJECTOR and model is None:
+        return [ok("projector", "that of the model's repository, downloaded when needed; its memory is not counted")]
+    remedy = "correct coordinator.mmproj in the manifest"
+    try:
+        if path is None and named == AUTO_PROJECTOR:
+            return [failure("projector", f"none (mmproj*.gguf) is next to {model}", remedy)]
+        found = read_projector(path or expanded(named))
+        if path is not None and model is not None and model.exists():
+            check_projector_of(path, model)
+    except (RelaylineError, OSError) as error:
+        return [failure("projector", " ".join(str(error).split()), remedy)]
+    takes = " and ".join(what for what, kind in (("images", found.images), ("audio", found.audio)) if kind)
+    taken = encoder_bytes(dataclasses.replace(manifest.serving, mmproj=str(path)))
+    return [ok("projector", f"{path}: for {takes}, {taken / GIB:.2f} GiB")]
 
 
 def look_split(directory: Path | None, *, deep: bool = False) -> list[Finding]:

@@ -43,13 +43,17 @@ def with_projector(manifest: Manifest, reference: str) -> Manifest:
 
 def check_images(manifest: Manifest, model: Path) -> None:
     """Raise UsageError for a projector of another model, before the model is split."""
-    if not manifest.serving.mmproj:
-        return
+    if manifest.serving.mmproj:
+        check_projector_of(Path(manifest.serving.mmproj), model)
+
+
+def check_projector_of(path: Path, model: Path) -> None:
+    """Raise UsageError for a projector that belongs to another model."""
     opened = open_model(model)
     facts = facts_of(opened)
     width, n_layers = facts.n_embd, facts.sidebands.deepstack_layers
     axes = has_axes(opened.files[0])
-    check_belongs(Path(manifest.serving.mmproj), facts.architecture, width, n_layers, axes=axes)
+    check_belongs(path, facts.architecture, width, n_layers, axes=axes)
 
 
 def served_projector(serving: ServingSettings, given: Mapping[str, Any]) -> ServingSettings:

@@ -17,12 +17,13 @@ import re
 from pathlib import Path
 
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
-from relayline.deploy.manifest.model import HUB_SCHEME
+from relayline.deploy.manifest.model import AUTO_PROJECTOR, HUB_SCHEME
 from relayline.deploy.models.hub_choice import SHARD, models_among, projector_among
 from relayline.deploy.models.hub_files import load_file, names_on_hub, with_file
 from relayline.deploy.models.hub_reference import HubFile, is_hub_name, parse_reference
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.places import expanded
 
 MODELS_SHOWN = 8  # of a directory that holds several
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -77,6 +78,22 @@ def resolve_projector(reference: str, model: Path) -> Path:
         if name := projector_among(path.name for path in folder.glob("*.gguf")):
             return folder / name
     raise ModelFileError(f"{model.parent}: no projector (mmproj*.gguf) next to the model; name one with --mmproj")
+
+
+def projector_here(named: str, model: Path | None) -> Path | None:
+    """Return the projector that a setting names: a file, or `auto` for the one next to the model.
+
+    None where it is not on this machine; nothing is downloaded.
+    """
+    if named != AUTO_PROJECTOR:
+        path = expanded(named)
+        return path if path.is_file() else None
+    if model is None or not model.exists():
+        return None
+    try:
+        return resolve_projector(str(model), model)
+    except ModelFileError:
+        return None
 
 
 def projector_of(reference: str) -> str:

@@ -1,4 +1,6 @@
-"""What the coordinator takes of its machine, and its draft model, whose memory is estimated like a stage's."""
+"""What the coordinator takes of its machine, with its draft model, whose memory is estimated like a stage's, and with
+the encoder of images and audio.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from relayline.coordinator.drafting.streams import STEP_ROWS_MAX
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.planner.instance import Gpu, Load, Offload
-from relayline.coordinator.planner.memory import COORDINATOR_BYTES, StageMemory, stage_memory
+from relayline.coordinator.planner.memory import COORDINATOR_BYTES, PROCESS_BYTES, StageMemory, stage_memory
 from relayline.deploy.machine.addresses import is_this_machine
 from relayline.deploy.machine.gpus import Gpu as GpuHere
 from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.manifest.model import AUTO_PROJECTOR
 from relayline.deploy.planning.offload import offloads_of
 from relayline.deploy.planning.shapes import shape_of
 from relayline.stage.engine.device_choice import each_once
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.places import expanded
 from relayline.wire.settings.table import ServingSettings
 
 Gpus = Callable[[], Sequence[GpuHere]]
@@ -78,7 +82,7 @@ class Reserved(NamedTuple):
     """Bytes of this machine's memory, without that of its GPUs."""
 
     total_bytes: int = 0
-    """Of the coordinator and its draft model."""
+    """Of the coordinator, its draft model and its encoder."""
     draft_bytes: int = 0
     """The draft model's part."""
 
@@ -96,4 +100,16 @@ def reserved_for_coordinator(manifest: Manifest) -> Reserved:
     """Return what a coordinator on this machine takes of its memory."""
     draft = draft_memory(manifest.serving)
     draft_bytes = 0 if draft is None else draft.total_bytes
-    return Reserved(COORDINATOR_BYTES + draft_bytes, draft_bytes)
+    return Reserved(COORDINATOR_BYTES + draft_bytes + encoder_bytes(manifest.serving), draft_bytes)
+
+
+def encoder_bytes(serving: ServingSettings, gpus: Gpus = known_gpus) -> int:
+    """Return what the process that encodes images and audio takes of this machine's memory.
+
+    0 where there is no projector, where its file is not here yet (`auto` is none yet), and on a machine with a GPU,
+    which holds its weights.
+    """
+    path = expanded(serving.mmproj)
+    if serving.mmproj in ("", AUTO_PROJECTOR) or not path.is_file() or gpus():
+        return 0
+    return PROCESS_BYTES + path.stat().st_size

@@ -29,6 +29,7 @@ _IMAGE_FORMATS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")
 _AUDIO_FORMATS = (b"ID3", b"fLaC")
 MARKER = "<__media__>"  # as llama-server shows the place of an image or of audio
 NO_AUDIO_FORMAT = "it is no WAV, MP3 or FLAC"
+_NO_ADDRESS = "an address is https://HOST/... or https://HOST:PORT/..., without a user's name or password"
 _NO_IMAGE_FORMAT = "it is no PNG, JPEG, WebP or GIF"
 
 
@@ -188,6 +189,11 @@ def fetched_file(asked: MediaFile, data: bytes, shown: str) -> MediaFile:
 
 def _elsewhere(sent: str, param: str, wanted: str, hosts: Sequence[str], *, is_audio: bool) -> MediaFile:
     """Return a file that is to be fetched. Raises InvalidRequestError where its host may not be asked."""
+    if hosts and sent[:8].lower().startswith(("http://", "https://")):
+        if len(sent) > MEDIA_ADDRESS_CHARS_MAX:
+            raise InvalidRequestError.of_field(param, f"an address has at most {MEDIA_ADDRESS_CHARS_MAX} characters")
+        if url_of(sent) is None:
+            raise InvalidRequestError.of_field(param, _NO_ADDRESS)
     host = host_of(url_of(sent)) if len(sent) <= MEDIA_ADDRESS_CHARS_MAX else ""
     if not may_be_asked(host, hosts):
         where = printable(host)[:100] if hosts and host else "elsewhere"

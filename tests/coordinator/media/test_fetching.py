@@ -25,6 +25,7 @@ PNG = b"\x89PNG\r\n\x1a\n and more"
 WAV = b"RIFF\x00\x00\x00\x00WAVEfmt "
 HERE = ("127.0.0.1",)
 WAIT_S = 30.0
+NO_ADDRESS = "an address is https://HOST/... or https://HOST:PORT/..., without a user's name or password"
 BOTH = Takes(images=True, audio=True)
 
 
@@ -245,7 +246,7 @@ async def test_a_closed_fetcher_begins_nothing() -> None:
         ("http://2130706433/a.png", ("*",), "2130706433"),
         ("http://⑩.0.0.1/a.png", ("*",), "10.0.0.1"),
         ("file:///etc/passwd", ("*",), "elsewhere"),
-        (f"https://example.org/{'a' * MEDIA_ADDRESS_CHARS_MAX}", ("*",), "elsewhere"),
+        (f"https://example.org/{'a' * MEDIA_ADDRESS_CHARS_MAX}", (), "elsewhere"),
     ],
 )
 def test_addresses_of_other_hosts_are_refused_before_anything_is_asked(
@@ -255,3 +256,21 @@ def test_addresses_of_other_hosts_are_refused_before_anything_is_asked(
         parts = [{"type": kind, kind: {"url": address}}]
         with pytest.raises(InvalidRequestError, match=rf"this server fetches none from {where}, see --media-hosts$"):
             take_media([{"role": "user", "content": parts}], BOTH, hosts)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        (
+            f"https://example.org/{'a' * MEDIA_ADDRESS_CHARS_MAX}",
+            f"an address has at most {MEDIA_ADDRESS_CHARS_MAX} characters",
+        ),
+        ("https://user:secret@example.org/a.png", NO_ADDRESS),
+        ("http://example.org:99999/a.png", NO_ADDRESS),
+        ("https:///a.png", NO_ADDRESS),
+    ],
+)
+def test_an_address_that_is_none_blames_no_list(address: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        at(address)
+    assert caught.value.message == f"messages[0].content[0].image_url: {problem}"

@@ -107,7 +107,7 @@ RULES = (
     Rule("/detokenize", "", r"/prompt: only ours", "vLLM's name of it"),
     Rule("/apply-template", '"assistant"|tools', r"/prompt", "as in chats: see there"),
     Rule("(/v1)?/embeddings?", "", r"status 501 theirs", "llama-server serves them in a mode of its own"),
-    Rule("/props", "", r"/(model_ftype|model_path|media_marker|ui|ui_settings|cors_proxy_enabled|video)\b",
+    Rule("/props", "", r"/(model_ftype|model_path|media_marker|ui|ui_settings|cors_proxy_enabled)\b",
          "of its own page and process"),
     Rule("/props", "", "/chat_template_caps", "told by no other server"),
     Rule("/props", "", r"/(chat_template|endpoint_metrics|model_alias)\b", "of this server"),

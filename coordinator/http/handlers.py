@@ -156,7 +156,7 @@ class Handlers:
             "chat_template": service.conversation.template_text or "",
             "bos_token": service.tokenizer.bos_text,
             "eos_token": service.tokenizer.eos_text,
-            "modalities": {"vision": takes.images, "audio": takes.audio},
+            "modalities": {"vision": takes.images, "audio": takes.audio, "video": takes.video},
             "build_info": service.fingerprint,
             "is_sleeping": service.generator.phase is Phase.SLEEPING,
         }
@@ -240,6 +240,7 @@ class Handlers:
             model.default_parameters = dict(service.limits.recommended)
         takes = service.takes
         if any(takes):
-            more = [name for name, is_taken in (("image", takes.images), ("audio", takes.audio)) if is_taken]
+            kinds = (("image", takes.images), ("audio", takes.audio), ("video", takes.video))
+            more = [name for name, is_taken in kinds if is_taken]
             model.architecture = shapes.ModelArchitecture(("text", *more))
         return model

@@ -22,7 +22,7 @@ _BREAKS = re.compile(r"[;,]")
 
 HEADERS = {
     # Nothing but files of this server runs, draws or is asked, and no other page may hold this one in a frame. A blob
-    # is an image or audio file that the user attached.
+    # is an image, audio or video file that the user attached.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "media-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",

@@ -1,4 +1,4 @@
-"""Starting the encoder of a pipeline that takes images or audio."""
+"""Starting the encoder of a pipeline that takes images, audio or videos."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from relayline.coordinator.media.encoder import Encoder
+from relayline.coordinator.media.video_script import Sampling
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.projectors import check_projector, has_axes
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -31,7 +32,9 @@ async def encoder_of(serving: ServingSettings, file: PipelineFile, tokenizer: To
         log.warning("%s: its images are served, and its audio is not: %s", path, found.left_out)
     if not tokenizer.has_text:
         raise UsageError("--mmproj: images and audio are parts of chats, and this model has no tokenizer")
-    encoder = Encoder(path, tokenizer.path, file.media_width, serving.image_max_tokens or found.max_tokens)
+    max_tokens = serving.image_max_tokens or found.max_tokens
+    sampling = Sampling(serving.video_fps, serving.video_max_frames)
+    encoder = Encoder(path, tokenizer.path, file.media_width, max_tokens, sampling)
     try:
         await asyncio.to_thread(encoder.start)
     except BaseException:

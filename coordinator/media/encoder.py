@@ -1,4 +1,4 @@
-"""The coordinator's end of the process that encodes images and audio. Blocking: for threads, one at a time."""
+"""The coordinator's end of the process that encodes images, audio and videos. Blocking: for threads, one at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from relayline.coordinator.media.encoding import (
 )
 from relayline.coordinator.media.parts import Takes, is_audio_file
 from relayline.coordinator.media.segments import Segment
-from relayline.wire.common.bounds import AUDIO_ENCODE_S, ENCODER_START_S, IMAGE_ENCODE_S
+from relayline.coordinator.media.video_script import Sampling
+from relayline.wire.common.bounds import AUDIO_ENCODE_S, ENCODER_START_S, IMAGE_ENCODE_S, VIDEO_ENCODE_S, VIDEO_READ_S
 from relayline.wire.common.child_command import EXIT_WAIT_S, end_process, ended_loading, module_command
 from relayline.wire.common.errors import InternalError, InvalidRequestError, StartError, UsageError
 
@@ -40,11 +41,17 @@ _NOT_STARTED = "the process that encodes images and audio did not start again; t
 class Encoder:
     """Starts the process, asks it, and starts another after it has died."""
 
-    def __init__(self, projector: Path, vocabulary: Path, n_embd: int, max_tokens: int = 0) -> None:
+    sampling = Sampling()
+
+    def __init__(
+        self, projector: Path, vocabulary: Path, n_embd: int, max_tokens: int = 0, sampling: Sampling | None = None
+    ) -> None:
         """`vocabulary`: a GGUF file with that of the model. `n_embd`: values of each row.
 
-        `max_tokens`: most rows of an image, where its size can be chosen; 0: as the projector says.
+        `max_tokens`: most rows of an image, where its size can be chosen; 0: as the projector says. `sampling`: of
+        videos.
         """
+        self.sampling = sampling or self.sampling
         self._files, self._max_tokens = (str(projector), str(vocabulary)), max_tokens
         self.n_embd = n_embd
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,7 +59,7 @@ class Encoder:
         self._exit_code: int | None = None  # of the latest process that has ended
         self._is_closed = False
         self._asking = threading.Lock()
-        self.identity = b""  # of the projector, once it has been loaded
+        self.identity = b""  # of the projector and what it makes of an image, once it has been loaded
         self.takes = Takes()
         self.are_mutual = False  # whether rows of one image attend to each other
 
@@ -63,7 +70,8 @@ class Encoder:
         missing, or it was killed or took too long.
         """
         ours, theirs = socket.socketpair()
-        arguments = (str(theirs.fileno()), *self._files, str(self.n_embd), str(self._max_tokens))
+        numbers = (self.n_embd, self._max_tokens, *self.sampling)
+        arguments = (str(theirs.fileno()), *self._files, *map(str, numbers))
         command = module_command("relayline.coordinator.media.encoding", *arguments)
         try:
             with theirs:
@@ -80,25 +88,29 @@ class Encoder:
                 raise (StartError if kind == LATER else UsageError)(head.decode(errors="replace"))
             raise ended_loading(f"--mmproj {self._files[0]}", self._exit_code)
         ready = msgspec.msgpack.decode(head, type=Ready)
-        self.identity, self.takes, self.are_mutual = ready.identity, ready.takes, ready.are_mutual
+        self.takes, self.are_mutual = ready.takes, ready.are_mutual
+        self.identity = ready.identity + (str(self._max_tokens).encode() if self._max_tokens else b"")
 
-    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
+    def encode(
+        self, data: bytes, rows_max: int, *, is_video: bool = False
+    ) -> tuple[list[Segment], npt.NDArray[np.float32]]:
         """Return the segments that a file becomes, and its rows: f32 [n, n_embd]; none if they are over `rows_max`.
 
         Raises InvalidRequestError for a file that cannot be read, InternalError where encoding fails.
         """
         with self._asking:
-            return self._encode(data, rows_max)
+            return self._encode(data, rows_max, is_video)
 
-    def _encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
+    def _encode(self, data: bytes, rows_max: int, is_video: bool) -> tuple[list[Segment], npt.NDArray[np.float32]]:
         if self._is_closed:
             raise InternalError("the coordinator is closing")
         if self._pipe is None:
             self._start_again()
         assert self._pipe is not None
-        self._pipe.settimeout(AUDIO_ENCODE_S if is_audio_file(data) else IMAGE_ENCODE_S)
+        alone_s = AUDIO_ENCODE_S if is_audio_file(data) else IMAGE_ENCODE_S
+        self._pipe.settimeout(VIDEO_READ_S + VIDEO_ENCODE_S if is_video else alone_s)
         try:
-            self._pipe.sendall(TO_ENCODER.pack(rows_max, len(data)))
+            self._pipe.sendall(TO_ENCODER.pack(is_video, rows_max, len(data)))
             self._pipe.sendall(data)
         except OSError:
             self._end()

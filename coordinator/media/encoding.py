@@ -1,7 +1,7 @@
-"""The process that encodes images and audio, as `encoder.py` starts it: a crash of llama.cpp there fails one request.
+"""The process that encodes images, audio and videos, as `encoder.py` starts it: a crash there fails one request.
 
-Frames to it: a u64 for the most rows, a u64 size, the file. Frames from it: one byte for the kind, a u32 and a u64 for
-sizes; then msgpack, and the rows.
+Frames to it: one byte, 1 for a video; a u64 for the most rows, a u64 size, the file. Frames from it: one byte for the
+kind, a u32 and a u64 for sizes; then msgpack, and the rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import msgspec
 
 from relayline.coordinator.media.parts import Takes
 from relayline.coordinator.media.projector import Projector
+from relayline.coordinator.media.video_script import Sampling
 from relayline.wire.common.child_command import is_passing
 from relayline.wire.common.errors import InvalidRequestError, RelaylineError
 
-TO_ENCODER = struct.Struct("<QQ")
+TO_ENCODER = struct.Struct("<?QQ")
 FROM_ENCODER = struct.Struct("<cIQ")
 READY, ENCODED, REFUSED, FAILED = b"R", b"A", b"I", b"E"
 LATER = b"L"  # not loaded, but the next process may
@@ -40,7 +41,7 @@ class Ready(msgspec.Struct):
 
 def main() -> None:
     """Load the projector, say so, and encode until the other end closes. Arguments: socket, files, width of rows,
-    most rows of an image.
+    most rows of an image, frames a second and at most of a video.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the coordinator says when it is over
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -48,8 +49,9 @@ def main() -> None:
     os.nice(_NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as pipe, contextlib.suppress(BrokenPipeError, ConnectionError):
         path, vocabulary, n_embd, max_tokens = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+        sampling = Sampling(float(sys.argv[6]), int(sys.argv[7]))
         try:
-            projector = Projector(path, vocabulary, n_embd, max_tokens)
+            projector = Projector(path, vocabulary, n_embd, max_tokens, sampling)
             identity = _identity(path)
         except (RelaylineError, OSError) as error:
             _send(pipe, LATER if is_passing(error) else FAILED, str(error).encode(errors="replace"))
@@ -60,12 +62,12 @@ def main() -> None:
 
 def _serve(pipe: socket.socket, projector: Projector) -> None:
     while (head := read_exactly(pipe, TO_ENCODER.size)) is not None:
-        rows_max, size = TO_ENCODER.unpack(head)
+        is_video, rows_max, size = TO_ENCODER.unpack(head)
         data = read_exactly(pipe, size)
         if data is None:
             return
         try:
-            segments, rows = projector.encode(bytes(data), rows_max)
+            segments, rows = projector.encode(bytes(data), rows_max, is_video=is_video)
         except InvalidRequestError as error:
             _send(pipe, REFUSED, error.message.encode(errors="replace"))
         except RelaylineError as error:

@@ -1,4 +1,4 @@
-"""Images and audio that chats name by an address: fetched from the hosts that `--media-hosts` allows, and no others.
+"""Images, audio and videos that chats name by an address: fetched from hosts that `--media-hosts` allows alone.
 
 An address that a client chose must not reach what the client itself cannot: a local network, a cloud's metadata.
 So every address of a chain of redirects is held against the list, and a host that * alone allows must have a public IP
@@ -22,15 +22,21 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from relayline.coordinator.media.addresses import host_of, url_of
-from relayline.coordinator.media.parts import MediaFile, fetched_file
+from relayline.coordinator.media.parts import VIDEO, MediaFile, fetched_file
 from relayline.coordinator.sessions.media_record import FileRecord
-from relayline.wire.common.bounds import MEDIA_BYTES_MAX, MEDIA_FETCH_S, MEDIA_FETCHED_BYTES_MAX, MEDIA_REDIRECTS_MAX
+from relayline.wire.common.bounds import (
+    MEDIA_BYTES_MAX,
+    MEDIA_FETCH_S,
+    MEDIA_FETCHED_BYTES_MAX,
+    MEDIA_REDIRECTS_MAX,
+    VIDEO_FETCHED_BYTES_MAX,
+)
 from relayline.wire.common.errors import InternalError, InvalidRequestError, RelaylineError
 from relayline.wire.common.texts import printable
 from relayline.wire.settings.media_hosts import is_named, is_public, may_be_asked
 from relayline.wire.telemetry import names
 
-_HEADERS = {"User-Agent": "relayline", "Accept": "image/*, audio/*", "Accept-Encoding": "identity"}
+_HEADERS = {"User-Agent": "relayline", "Accept": "image/*, audio/*, video/*", "Accept-Encoding": "identity"}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SHOWN_CHARS = 120  # of an address, in an error
 # The bytes of an answer are never repeated: one of no web server may be for its own callers alone.
@@ -88,7 +94,7 @@ class Fetcher:
         """Fetch a file. Returns its error: so one that fails does not end the others in the middle of a connection."""
         try:
             async with asyncio.timeout(self._fetch_s):
-                data = await self._fetched(url_of(file.address), file.address, budget)
+                data = await self._fetched(file, budget)
             return await asyncio.to_thread(fetched_file, file, data, _shown(file.address))
         except InvalidRequestError as error:
             return InvalidRequestError.of_field(file.param, error.message)
@@ -100,8 +106,11 @@ class Fetcher:
             problem = f"it cannot be fetched: {_problem(error)}"
         return InvalidRequestError.of_field(file.param, f"{_shown(file.address)}: {problem}")
 
-    async def _fetched(self, url: URL | None, address: str, budget: _Budget) -> bytes:
-        """Return the bytes at an address, which is also given as it was said."""
+    async def _fetched(self, file: MediaFile, budget: _Budget) -> bytes:
+        """Return the bytes at the address of a file."""
+        address = file.address
+        url = url_of(address)
+        bytes_max = VIDEO_FETCHED_BYTES_MAX if file.kind == VIDEO else MEDIA_BYTES_MAX
         for _ in range(1 + MEDIA_REDIRECTS_MAX):
             if self._is_closed:
                 raise InternalError("the coordinator is closing")
@@ -113,7 +122,7 @@ class Fetcher:
                     continue
                 if response.status != 200:
                     raise InvalidRequestError(f"{_shown(address)}: its server answered {response.status}")
-                return await _read(response, budget)
+                return await _read(response, budget, bytes_max)
         raise InvalidRequestError(f"{_shown(address)}: more than {MEDIA_REDIRECTS_MAX} redirects")
 
     def _client(self, budget: _Budget) -> aiohttp.ClientSession:
@@ -149,13 +158,13 @@ class _Budget:
             raise InvalidRequestError(most)
 
 
-async def _read(response: aiohttp.ClientResponse, budget: _Budget) -> bytes:
+async def _read(response: aiohttp.ClientResponse, budget: _Budget, bytes_max: int) -> bytes:
     data = bytearray()
     async for chunk in response.content.iter_any():
         budget.take(len(chunk))
         data += chunk
-        if len(data) > MEDIA_BYTES_MAX:
-            raise InvalidRequestError(f"{_shown(str(response.url))}: a file has at most {MEDIA_BYTES_MAX} bytes")
+        if len(data) > bytes_max:
+            raise InvalidRequestError(f"{_shown(str(response.url))}: a file has at most {bytes_max} bytes")
     return bytes(data)
 
 

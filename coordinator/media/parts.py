@@ -1,4 +1,4 @@
-"""Images and audio in the messages of a chat: out of the message, into bytes; a mark stays where each was.
+"""Images, audio and videos in the messages of a chat: out of the message, into bytes; a mark stays where each was.
 
 Pure, and for a body's worker: its cost grows with the body.
 """
@@ -10,7 +10,7 @@ import binascii
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -23,14 +23,20 @@ from relayline.wire.common.texts import printable
 from relayline.wire.settings.media_hosts import may_be_asked
 
 _IMAGE_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
+_VIDEO_HEAD = re.compile(r"data:(video/[a-z0-9.+-]{1,40}|image/gif);base64,", re.IGNORECASE)
 _AUDIO_HEAD = re.compile(r"data:audio/[a-z0-9.+-]{1,40};base64,", re.IGNORECASE)
 # The first bytes of the formats that are read.
 _IMAGE_FORMATS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a")
 _AUDIO_FORMATS = (b"ID3", b"fLaC")
+_VIDEO_BOXES = (b"ftyp", b"moov", b"mdat", b"wide")  # of MP4 and MOV: the first, behind its size
+_MATROSKA = b"\x1aE\xdf\xa3"  # and WebM
 MARKER = "<__media__>"  # as llama-server shows the place of an image or of audio
 NO_AUDIO_FORMAT = "it is no WAV, MP3 or FLAC"
 _NO_ADDRESS = "an address is https://HOST/... or https://HOST:PORT/..., without a user's name or password"
 _NO_IMAGE_FORMAT = "it is no PNG, JPEG, WebP or GIF"
+NO_VIDEO_FORMAT = "it is no MP4, MOV, WebM, MKV, AVI or GIF"
+NO_VIDEO_LIBRARY = "videos need the library PyAV on this server; its operator runs: pip install 'relayline[video]'"
+IMAGE, AUDIO, VIDEO = "image", "audio", "video"  # kinds of files
 
 
 class Takes(NamedTuple):
@@ -38,18 +44,19 @@ class Takes(NamedTuple):
 
     images: bool = False
     audio: bool = False
+    video: bool = False  # images as well, and the library that unpacks videos is installed
 
 
 TEXT_ALONE = Takes()
 
 
 class MediaFile(Struct):
-    """One image or audio file, as its client sent it."""
+    """One image, audio or video file, as its client sent it."""
 
     data: bytes  # a file
     sha256: bytes
     param: str  # where in the body it is
-    is_audio: bool = False
+    kind: str = IMAGE
     address: str = ""  # from which it is to be fetched; there are no bytes yet
 
 
@@ -68,7 +75,8 @@ class Marked(Struct):
         found = re.split(rf"<{self.mark}-(\d+)>", rendered)
         texts, numbers = found[::2], [int(number) for number in found[1::2]]
         if sorted(numbers) != list(range(len(self.media))):
-            what = "audio file" if all(each.is_audio for each in self.media) else "image"
+            kinds = {each.kind for each in self.media}
+            what = _NOUNS[kinds.pop()] if len(kinds) == 1 else "file"
             text = f"the model's chat template does not write each {what} of this chat once"
             raise InvalidRequestError.of_field("messages", text)
         return texts, numbers
@@ -79,7 +87,7 @@ class Marked(Struct):
 
 
 def take_media(messages: Sequence[dict[str, Any]], takes: Takes, hosts: Sequence[str] = ()) -> Marked:
-    """Take images and audio out of the messages of a chat. Those at an address of one of the hosts have that alone.
+    """Take images, audio and videos out of the messages of a chat. Those at an address of a host have that alone.
 
     Raises InvalidRequestError for a file that cannot be read, or is of a kind that the projector does not take.
     """
@@ -92,11 +100,12 @@ def take_media(messages: Sequence[dict[str, Any]], takes: Takes, hosts: Sequence
     return marked
 
 
-_KINDS = {"image_url": "image", "input_audio": "audio", "audio_url": "audio"}
+_KINDS = {"image_url": IMAGE, "input_audio": AUDIO, "audio_url": AUDIO, "input_video": VIDEO, "video_url": VIDEO}
+_NOUNS = {IMAGE: "image", AUDIO: "audio file", VIDEO: "video"}
 
 
 def kind_of(part: Any) -> str:
-    """Return `image` or `audio` for a part of a message that is one; empty for others."""
+    """Return `image`, `audio` or `video` for a part of a message that is one; empty for others."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return _KINDS.get(kind, "") if isinstance(kind, str) else ""
 
@@ -108,6 +117,17 @@ def is_audio_file(data: bytes) -> bool:
     return len(data) >= 12 and (is_wave or is_mpeg or data.startswith(_AUDIO_FORMATS))
 
 
+def video_format(data: bytes) -> str:
+    """Return the format of a file that begins like a video, as FFmpeg names it; empty for others."""
+    if data[4:8] in _VIDEO_BOXES:
+        return "mov"
+    if data.startswith(_MATROSKA):
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
+    return "gif" if data.startswith(b"GIF8") else ""
+
+
 def _text_of(parts: Sequence[Any], param: str, marked: Marked, takes: Takes, hosts: Sequence[str]) -> str:
     """Return the parts of a message as one text. As in llama.cpp, a new line stands between two texts alone."""
     text, is_after_text = "", False
@@ -116,15 +136,14 @@ def _text_of(parts: Sequence[Any], param: str, marked: Marked, takes: Takes, hos
         if kind := kind_of(part):
             place = place_of(part) or f"{where}.{part['type']}"
             if len(marked.media) == MEDIA_PER_REQUEST_MAX:
-                most = f"a request has at most {MEDIA_PER_REQUEST_MAX} images and audio files"
+                most = f"a request has at most {MEDIA_PER_REQUEST_MAX} images, audio files and videos"
                 raise InvalidRequestError.of_field(place, most)
             text += f"<{marked.mark}-{len(marked.media)}>"
-            file_of = _audio if kind == "audio" else _picture
-            marked.media.append(file_of(part, place, takes, hosts))
+            marked.media.append(_READERS[kind](part, place, takes, hosts))
             is_after_text = False
             continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kinds = "text, image_url and input_audio"
+            kinds = "text, image_url, input_audio and video_url"
             raise InvalidRequestError.of_field(where, f"only parts of type {kinds} are supported")
         text += "\n" + part["text"] if is_after_text else part["text"]
         is_after_text = True
@@ -139,7 +158,7 @@ def _picture(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[
     if not isinstance(url, str):
         raise InvalidRequestError.of_field(param, "must be text")
     if (head := _IMAGE_HEAD.match(url)) is None:
-        return _elsewhere(url, param, "an image is sent itself, as data:image/png;base64,...", hosts, is_audio=False)
+        return _elsewhere(url, param, "an image is sent itself, as data:image/png;base64,...", hosts, IMAGE)
     return _image_file(_bytes_of(url, head.end(), param, "an image"), param)
 
 
@@ -165,7 +184,7 @@ def _audio(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[st
         raise InvalidRequestError.of_field(param, "needs `data`, the audio file in base64")
     head = _AUDIO_HEAD.match(sent)
     if head is None and (part["type"] == "audio_url" or ":" in sent[:40]):  # an address
-        return _elsewhere(sent, param, "audio is sent itself, in base64", hosts, is_audio=True)
+        return _elsewhere(sent, param, "audio is sent itself, in base64", hosts, AUDIO)
     data = _bytes_of(sent, head.end() if head else 0, param, "an audio file")
     return audio_file(data, param)
 
@@ -174,7 +193,36 @@ def audio_file(data: bytes, param: str) -> MediaFile:
     """Return an audio file for the encoder. Raises InvalidRequestError for one that does not begin like one."""
     if not is_audio_file(data):
         raise InvalidRequestError.of_field(param, NO_AUDIO_FORMAT)
-    return MediaFile(data, hashlib.sha256(data).digest(), param, is_audio=True)
+    return MediaFile(data, hashlib.sha256(data).digest(), param, AUDIO)
+
+
+def _video(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[str]) -> MediaFile:
+    """Return a video: of `input_video` its `data`, base64 or a data: address; of `video_url` its `url`."""
+    if not takes.video:
+        text = NO_VIDEO_LIBRARY if takes.images else "this model's projector takes audio, and no images or videos"
+        raise InvalidRequestError.of_field(param, text)
+    inner = part.get(part["type"])
+    sent = inner.get("data", inner.get("url")) if isinstance(inner, Mapping) else inner
+    if not isinstance(sent, str):
+        raise InvalidRequestError.of_field(param, "needs `url`, an address, or `data`, the video in base64")
+    head = _VIDEO_HEAD.match(sent)
+    if head is None and (part["type"] == "video_url" or ":" in sent[:40]):  # an address
+        return _elsewhere(sent, param, "a video is sent itself, as data:video/mp4;base64,...", hosts, VIDEO)
+    return _video_file(_bytes_of(sent, head.end() if head else 0, param, "a video"), param)
+
+
+def _video_file(data: bytes, param: str) -> MediaFile:
+    if not video_format(data):
+        raise InvalidRequestError.of_field(param, NO_VIDEO_FORMAT)
+    return MediaFile(data, hashlib.sha256(data).digest(), param, VIDEO)
+
+
+_READERS = {IMAGE: _picture, AUDIO: _audio, VIDEO: _video}
+_FORMATS: dict[str, tuple[Callable[[bytes], object], str]] = {
+    IMAGE: (_is_image_file, _NO_IMAGE_FORMAT),
+    AUDIO: (is_audio_file, NO_AUDIO_FORMAT),
+    VIDEO: (video_format, NO_VIDEO_FORMAT),
+}
 
 
 def fetched_file(asked: MediaFile, data: bytes, shown: str) -> MediaFile:
@@ -182,12 +230,13 @@ def fetched_file(asked: MediaFile, data: bytes, shown: str) -> MediaFile:
 
     Raises InvalidRequestError, without the file's place in the request, where it is none of its kind.
     """
-    if not (is_audio_file(data) if asked.is_audio else _is_image_file(data)):
-        raise InvalidRequestError(f"{shown}: {NO_AUDIO_FORMAT if asked.is_audio else _NO_IMAGE_FORMAT}")
-    return audio_file(data, asked.param) if asked.is_audio else _image_file(data, asked.param)
+    is_one, problem = _FORMATS[asked.kind]
+    if not is_one(data):
+        raise InvalidRequestError(f"{shown}: {problem}")
+    return MediaFile(data, hashlib.sha256(data).digest(), asked.param, asked.kind)
 
 
-def _elsewhere(sent: str, param: str, wanted: str, hosts: Sequence[str], *, is_audio: bool) -> MediaFile:
+def _elsewhere(sent: str, param: str, wanted: str, hosts: Sequence[str], kind: str) -> MediaFile:
     """Return a file that is to be fetched. Raises InvalidRequestError where its host may not be asked."""
     if hosts and sent[:8].lower().startswith(("http://", "https://")):
         if len(sent) > MEDIA_ADDRESS_CHARS_MAX:
@@ -198,7 +247,7 @@ def _elsewhere(sent: str, param: str, wanted: str, hosts: Sequence[str], *, is_a
     if not may_be_asked(host, hosts):
         where = printable(host)[:100] if hosts and host else "elsewhere"
         raise InvalidRequestError.of_field(param, f"{wanted}; this server fetches none from {where}, see --media-hosts")
-    return MediaFile(b"", b"", param, is_audio, sent)
+    return MediaFile(b"", b"", param, kind, sent)
 
 
 def _bytes_of(sent: str, start: int, param: str, what: str) -> bytes:

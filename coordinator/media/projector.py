@@ -1,4 +1,4 @@
-"""llama.cpp's own encoder, libmtmd: an image or audio file becomes tokens of a prompt and rows of the model.
+"""llama.cpp's own encoder, libmtmd: an image, audio or video file becomes tokens of a prompt and rows of the model.
 
 It runs in a child process (`encoding.py`). One thread uses it.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import io
-import resource
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,15 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from relayline.coordinator.media.audio_headers import check_samples, check_seconds, checked, kind_of_file
 from relayline.coordinator.media.cleared_rows import clearing
+from relayline.coordinator.media.memory_limit import no_more_memory_than
 from relayline.coordinator.media.parts import Takes, is_audio_file
-from relayline.coordinator.media.segments import Grid, Segment, n_rows_in
+from relayline.coordinator.media.segments import Grid, Segment, joined, n_rows_in
+from relayline.coordinator.media.video_frames import video_of
+from relayline.coordinator.media.video_script import Sampling, has_library, script
 from relayline.coordinator.model.projectors import AUDIO, has_axes, read_projector
 from relayline.coordinator.text.llama_errors import LlamaErrors, on_log
 from relayline.wire.common.bounds import AUDIO_UNPACKED_BYTES_MAX, IMAGE_PIXELS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
-from relayline.wire.common.memory import address_space_bytes
 from relayline.wire.common.usable_cores import computing_cores
 from relayline.wire.model_files.gguf_header import read_header
 
@@ -55,10 +56,13 @@ NO_LIBRARY = (
 class Projector:
     """A loaded projector, with the vocabulary of the model that it belongs to."""
 
-    def __init__(self, path: Path, vocabulary: Path, n_embd: int, max_tokens: int = 0) -> None:
+    def __init__(
+        self, path: Path, vocabulary: Path, n_embd: int, max_tokens: int = 0, sampling: Sampling | None = None
+    ) -> None:
         """Load them. `n_embd`: values of each row, as the projector's own tensor has them.
 
-        `max_tokens`: most rows of an image, where its size can be chosen; 0: as the projector says.
+        `max_tokens`: most rows of an image, where its size can be chosen; 0: as the projector says. `sampling`: of
+        videos.
 
         Raises UsageError where it cannot be used, StartError where memory is missing.
         """
@@ -69,7 +73,7 @@ class Projector:
         self._mtmd: Any = mtmd_cpp
         self._errors = LlamaErrors()
         self._mtmd.mtmd_helper_log_set(on_log, None)
-        self.n_embd = n_embd
+        self.n_embd, self._sampling = n_embd, sampling or Sampling()
         self._model = _vocabulary_of(vocabulary)
         if not self._model:
             raise self._errors.error(str(vocabulary))
@@ -88,10 +92,9 @@ class Projector:
         if not self._context:
             raise self._errors.error(f"--mmproj {path}: llama.cpp cannot load it")
         served = read_projector(path)  # a file may have an encoder of audio that is left out
-        self.takes = Takes(
-            bool(served.images and self._mtmd.mtmd_support_vision(self._context)),
-            bool(served.audio and self._mtmd.mtmd_support_audio(self._context)),
-        )
+        takes_images = bool(served.images and self._mtmd.mtmd_support_vision(self._context))
+        takes_audio = bool(served.audio and self._mtmd.mtmd_support_audio(self._context))
+        self.takes = Takes(takes_images, takes_audio, video=takes_images and has_library())
         # Rows of one image see each other:
         are_mutual = self.takes.images and bool(self._mtmd.mtmd_decode_use_non_causal(self._context, None))
         self.are_mutual = are_mutual and not served.are_causal
@@ -114,26 +117,63 @@ class Projector:
         except (InternalError, InvalidRequestError) as error:
             raise UsageError(f"--mmproj {path}: {error.message}") from None
 
-    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
-        """Return the segments that an image or audio file becomes, and its rows: f32 [n, n_embd].
+    def encode(
+        self, data: bytes, rows_max: int, *, is_video: bool = False
+    ) -> tuple[list[Segment], npt.NDArray[np.float32]]:
+        """Return the segments that an image, audio or video file becomes, and its rows: f32 [n, n_embd].
 
-        There are no rows where they would be more than `rows_max`. Raises InvalidRequestError for a file that is
-        neither, InternalError where llama.cpp fails.
+        There are no rows where they would be more than `rows_max`. Raises InvalidRequestError for a file that is none
+        of these, InternalError where llama.cpp fails.
         """
+        if is_video:
+            return self._encode_video(data, rows_max)
         bitmap = self._sound_of(data) if is_audio_file(data) else self._bitmap_of(pixels_of(data))
         with self._tokenized(bitmap) as chunks:
-            found = self._chunks_in(chunks)
-            segments = [self._segment(chunk) for chunk in found]
-            sizes = [n_rows_in(segment) for segment in segments]
-            n_rows = sum(sizes)
-            rows = np.empty((n_rows if n_rows <= rows_max else 0, self.n_embd), np.float32)
+            segments = [self._segment(chunk) for chunk in self._chunks_in(chunks)]
+            rows = self._room_for(segments, rows_max)
             if len(rows):
-                at = 0
-                for chunk, size in zip(found, sizes, strict=True):
-                    if size:
-                        self._encode(chunk, rows[at : at + size])
-                        at += size
+                self._fill(chunks, rows)
         return segments, rows
+
+    def _encode_video(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
+        """Return these of a video. One or two frames at a time are cut: their pixels as numbers take much memory."""
+        frames, rate = video_of(data, self._sampling)
+        pieces = list(script(len(frames), rate))
+        # All frames have one size. So one of each kind says what the others become:
+        kinds = {piece if isinstance(piece, str) else len(piece): piece for piece in reversed(pieces)}
+        become: dict[str | int, list[Segment]] = {}
+        for kind, piece in kinds.items():
+            with self._cut(piece, frames) as chunks:
+                become[kind] = [self._segment(chunk) for chunk in self._chunks_in(chunks)]
+        segments = joined(part for each in pieces for part in become[each if isinstance(each, str) else len(each)])
+        rows, at = self._room_for(segments, rows_max), 0
+        for piece in pieces if len(rows) else ():
+            if not isinstance(piece, str):
+                with self._cut(piece, frames) as chunks:
+                    at += self._fill(chunks, rows[at:])
+        return segments, rows
+
+    def _cut(self, piece: str | tuple[int, ...], frames: Sequence[npt.NDArray[np.uint8]]) -> Any:
+        """Give the chunks that a text of a video becomes, or frames that follow each other."""
+        if isinstance(piece, str):
+            return self._tokenized(text=piece.encode())
+        bitmaps = [self._bitmap_of(frames[at]) for at in piece]
+        for bitmap in bitmaps:
+            self._mtmd.mtmd_bitmap_set_mergeable(bitmap, True)
+        return self._tokenized(*bitmaps)
+
+    def _room_for(self, segments: Sequence[Segment], rows_max: int) -> npt.NDArray[np.float32]:
+        n_rows = sum(map(n_rows_in, segments))
+        return np.empty((n_rows if n_rows <= rows_max else 0, self.n_embd), np.float32)
+
+    def _fill(self, chunks: Any, rows: npt.NDArray[np.float32]) -> int:
+        """Encode chunks into the first of some rows, and return how many they took."""
+        at = 0
+        for chunk in self._chunks_in(chunks):
+            if size := n_rows_in(self._segment(chunk)):
+                self._encode(chunk, rows[at : at + size])
+                at += size
+        return at
 
     def _bitmap_of(self, pixels: npt.NDArray[np.uint8]) -> Any:
         height, width, _ = pixels.shape
@@ -172,21 +212,26 @@ class Projector:
         return [self._mtmd.mtmd_input_chunks_get(chunks, at) for at in range(self._mtmd.mtmd_input_chunks_size(chunks))]
 
     @contextmanager
-    def _tokenized(self, bitmap: Any) -> Iterator[Any]:
-        """Give the chunks that a bitmap becomes, and free both. Raises InvalidRequestError for one of an odd size."""
+    def _tokenized(self, *bitmaps: Any, text: bytes = b"") -> Iterator[Any]:
+        """Give the chunks that bitmaps become, or a text, and free all. Raises InvalidRequestError for an odd size."""
         mtmd = self._mtmd
         chunks = mtmd.mtmd_input_chunks_init()
         try:
-            text = mtmd.mtmd_input_text(_MARK, len(_MARK), False, True)
-            bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
-            if mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(text), bitmaps, 1):
+            text = text or _MARK * len(bitmaps)
+            given = mtmd.mtmd_input_text(text, len(text), False, True)
+            held = (mtmd.mtmd_bitmap_p_ctypes * len(bitmaps))(*bitmaps)
+            if mtmd.mtmd_tokenize(self._context, chunks, ctypes.byref(given), held, len(bitmaps)):
+                if not bitmaps:
+                    raise InternalError(f"llama.cpp cannot read a text: {self._errors.reason()}")
+                bitmap = bitmaps[0]
                 size = f"{mtmd.mtmd_bitmap_get_nx(bitmap)} x {mtmd.mtmd_bitmap_get_ny(bitmap)}"
                 what = "audio of {} samples" if mtmd.mtmd_bitmap_is_audio(bitmap) else "an image of {} pixels"
                 raise InvalidRequestError(f"llama.cpp cannot cut {what.format(size)}: {self._errors.reason()}")
             yield chunks
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
-            mtmd.mtmd_bitmap_free(bitmap)
+            for bitmap in bitmaps:
+                mtmd.mtmd_bitmap_free(bitmap)
 
     def _segment(self, chunk: Any) -> Segment:
         """Return what a chunk is. Raises InternalError where stages or the model's vocabulary do not know it."""
@@ -285,20 +330,3 @@ def _vocabulary_of(path: Path) -> Any:
         overrides[0].value.val_str = _WITH_AXES
         params.kv_overrides = overrides
     return llama.llama_model_load_from_file(bytes(path), params)
-
-
-@contextmanager
-def no_more_memory_than(n_bytes: int) -> Iterator[None]:
-    """Let this process have so many bytes more for a while; where it asks for more, llama.cpp ends it.
-
-    So a header that lies takes this process down, and not the host.
-    """
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    soft = [each for each in before if each != resource.RLIM_INFINITY]
-    if (now_bytes := address_space_bytes()) is not None:  # else not Linux: headers were checked
-        soft.append(now_bytes + n_bytes)
-    resource.setrlimit(resource.RLIMIT_AS, (min(soft, default=resource.RLIM_INFINITY), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,6 +1,8 @@
-"""The parts of an image or audio file in a prompt: tokens, and rows between them. Pure."""
+"""The parts of an image, audio or video file in a prompt: tokens, and rows between them. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -21,3 +23,14 @@ def n_rows_in(segment: Segment) -> int:
     if isinstance(segment, Grid):
         return segment.width * segment.height
     return segment if isinstance(segment, int) else 0
+
+
+def joined(segments: Iterable[Segment]) -> list[Segment]:
+    """Return segments without tokens that follow tokens."""
+    found: list[Segment] = []
+    for each in segments:
+        if isinstance(each, list) and found and isinstance(found[-1], list):
+            found[-1] = found[-1] + each
+        else:
+            found.append(each)
+    return found

@@ -10,9 +10,9 @@ import dataclasses
 
 @dataclasses.dataclass(slots=True)
 class FileRecord:
-    """One image or audio file."""
+    """One image, audio or video file."""
 
-    kind: str  # image | audio
+    kind: str  # image | audio | video
     n_bytes: int = 0
     n_rows: int = 0  # that it becomes in the prompt; 0 until they have been counted
     is_kept: bool = False  # its rows were there, encoded for an earlier request

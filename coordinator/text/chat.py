@@ -252,7 +252,8 @@ def read_template(path: Path) -> str:
     return source
 
 
-_MEDIA = ("image_url", "input_audio", "audio_url")  # types of parts that a projector is needed for
+# Types of parts that a projector is needed for.
+_MEDIA = ("image_url", "input_audio", "audio_url", "input_video", "video_url")
 
 
 def content_text(content: Any, param: str) -> str:

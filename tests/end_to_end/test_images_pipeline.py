@@ -33,6 +33,7 @@ from tests.support.fleet import CTX, Fleet, fleet
 from tests.support.tiny_gemma_media import WIDE
 from tests.support.tiny_models import CHAT_TEMPLATE, TOKENS, make_tiny
 from tests.support.tiny_projectors import MEDIA_TOKENS, make_projector, picture
+from tests.support.tiny_videos import is_video
 from tests.support.whole_with_images import MARKER, WholeWithImages, needs_library
 
 pytestmark = needs_library
@@ -104,11 +105,17 @@ class Model:
 
 @pytest.fixture(scope="module", name="model")
 def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    directory = tmp_path_factory.mktemp("model")
-    family, cuts = KINDS[request.param]
+    with made(request.param, tmp_path_factory.mktemp("model")) as model:
+        yield model
+
+
+@contextlib.contextmanager
+def made(name: str, directory: Path, ctx_tokens: int = CTX) -> Iterator[Model]:
+    """Make the files of a kind of projector, by KINDS, and its model; load the whole one, and start the encoder."""
+    family, cuts = KINDS[name]
     n_deepstack = N_DEEPSTACK if family.startswith("qwen3vl") else 0
-    values = {"n_deepstack_layers": n_deepstack} if n_deepstack else VALUES.get(request.param, {})
-    kind = request.param.partition(":")[0]
+    values = {"n_deepstack_layers": n_deepstack} if n_deepstack else VALUES.get(name, {})
+    kind = name.partition(":")[0]
     tokens = MEDIA_TOKENS.get(kind, ())
     whole = make_tiny(family, directory / "model.gguf", tokenizer=True, more_tokens=tokens, extra_values=values)
     file = split_model(whole, directory / "out", cuts=cuts)
@@ -118,11 +125,11 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     assert check_projector(projector, file).images == kind
     max_tokens = MAX_TOKENS.get(kind, 0)
     encoder = Encoder(projector, tokenizer, file.media_width, max_tokens)
-    with WholeWithImages(whole, projector, CTX, max_tokens) as reference:
+    with WholeWithImages(whole, projector, ctx_tokens, max_tokens) as reference:
         try:
             encoder.start()
             assert encoder.are_mutual == (kind in MUTUAL and file.n_embd != WIDE)
-            yield Model(file, paths, tokenizer, encoder, reference, n_vocab=len(TOKENS) + len(tokens))
+            yield Model(file, paths, tokenizer, encoder, reference, ctx_tokens, len(TOKENS) + len(tokens))
         finally:
             encoder.close()
 
@@ -153,11 +160,13 @@ def content(*parts: str | bytes) -> list[dict[str, Any]]:
 def file_part(file: bytes) -> dict[str, Any]:
     if is_audio_file(file):
         return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file).decode(), "format": "wav"}}
+    if is_video(file):
+        return {"type": "video_url", "video_url": {"url": url_of(file, "video/mp4")}}
     return {"type": "image_url", "image_url": {"url": url_of(file)}}
 
 
-def url_of(file: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+def url_of(file: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
 
 
 @contextlib.asynccontextmanager
@@ -182,16 +191,16 @@ class Borrowed(Encoder):
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder, self.n_embd, self.are_mutual = encoder, encoder.n_embd, encoder.are_mutual
-        self.takes = encoder.takes
+        self.takes, self.sampling = encoder.takes, encoder.sampling
         self.n_asked: list[int] = []
 
     @property
     def identity(self) -> bytes:  # type: ignore[override]
         return self._encoder.identity
 
-    def encode(self, data: bytes, rows_max: int) -> Any:
+    def encode(self, data: bytes, rows_max: int, *, is_video: bool = False) -> Any:
         self.n_asked.append(rows_max)
-        return self._encoder.encode(data, rows_max)
+        return self._encoder.encode(data, rows_max, is_video=is_video)
 
     def close(self) -> None:
         """Keep it."""

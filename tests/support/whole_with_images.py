@@ -1,4 +1,4 @@
-"""The unsplit model with a projector, run by libmtmd's own helpers: the reference for chats with images and audio.
+"""The unsplit model with a projector, run by libmtmd's own helpers: the reference for chats with media.
 
 It shares no code with coordinator/media, but for what clears rows that llama.cpp leaves as they were.
 """
@@ -19,6 +19,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.coordinator.media.cleared_rows import clearing
 from relayline.deploy.testing.reference import ReferenceModel
+from tests.support.tiny_videos import as_helper, is_video
 
 MARKER = b"<__media__>"
 HAS_LIBRARY = importlib.util.find_spec("llama_cpp.mtmd_cpp") is not None and any(
@@ -40,6 +41,7 @@ class WholeWithImages(ReferenceModel):
         from llama_cpp import mtmd_cpp
 
         self._mtmd: Any = mtmd_cpp
+        self._reading: list[Any] = []  # what reads videos: kept alive, as libmtmd holds bare pointers
         self._found: dict[tuple[object, ...], tuple[int, npt.NDArray[np.float32]]] = {}
         mtmd_cpp.mtmd_helper_log_set(_no_log, None)
         params = mtmd_cpp.mtmd_context_params_default()
@@ -73,7 +75,9 @@ class WholeWithImages(ReferenceModel):
         text = mtmd.mtmd_input_text(raw, len(raw), True, True)
         options = mtmd.mtmd_helper_init_opt_default()
         made = [
-            mtmd.mtmd_helper_bitmap_init_from_buf(
+            self._lazy(file)
+            if is_video(file)
+            else mtmd.mtmd_helper_bitmap_init_from_buf(
                 self._encoder, (ctypes.c_uint8 * len(file)).from_buffer_copy(file), len(file), False, options
             )
             for file in files
@@ -95,6 +99,24 @@ class WholeWithImages(ReferenceModel):
         for at, token in enumerate(tokens[:-1]):
             rows.append(self.decode([token], [end.value + at], [0], [True])[0])
         return n_rows, np.stack(rows)
+
+    def _lazy(self, file: bytes) -> Any:
+        """Return a bitmap that libmtmd takes apart itself, as its helper makes one of a video."""
+        mtmd, parts, copied = self._mtmd, as_helper(file), ctypes.CDLL(None).strdup
+        copied.argtypes, copied.restype = [ctypes.c_char_p], ctypes.c_void_p
+
+        def read_next(_number: int, _data: int, bitmap: Any, text: Any) -> int:
+            part = next(parts, None)
+            if isinstance(part, str):
+                ctypes.cast(text, ctypes.POINTER(ctypes.c_void_p))[0] = copied(part.encode())
+            elif part is not None:
+                pixels = np.ascontiguousarray(part).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+                bitmap[0] = mtmd.mtmd_bitmap_init(part.shape[1], part.shape[0], pixels)
+                mtmd.mtmd_bitmap_set_mergeable(bitmap[0], True)
+            return -1 if part is None else 0
+
+        self._reading.append(mtmd.mtmd_bitmap_lazy_callback(read_next))
+        return mtmd.mtmd_bitmap_init_lazy(self._encoder, None, None, self._reading[-1])
 
     def close(self) -> None:
         if self._encoder:

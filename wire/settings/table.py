@@ -548,7 +548,7 @@ class ServingSettings(Settings):
     mmproj: str = setting(
         "",
         """
-    The model's multimodal projector, a GGUF file. With it chats may hold images, or audio, as far as it has
+    The model's multimodal projector, a GGUF file. With it chats may hold images and videos, or audio, as far as it has
     encoders for them, which run on the coordinator's host. auto: from the model's repository or directory. Empty:
     chats are text.""",
         flag="--mmproj",
@@ -558,7 +558,7 @@ class ServingSettings(Settings):
     media_hosts: str = setting(
         "",
         """
-    Hosts from which the images and audio of chats may be fetched by their addresses, separated by commas: HOST,
+    Hosts from which the images, audio and videos of chats may be fetched by their addresses, separated by commas: HOST,
     *.HOST for those below it, or * for all with a public IP address. Empty: from none.""",
         form=read_media_hosts,
         flag="--media-hosts",
@@ -584,6 +584,28 @@ class ServingSettings(Settings):
         high=bounds.CTX_TOKENS_MAX,
         flag="--image-max-tokens",
         place="coordinator.imageMaxTokens",
+        reader=COORDINATOR,
+    )
+    video_fps: float = setting(
+        4.0,
+        """
+    Pictures of a video that the model looks at, for each second of it. Fewer where they would be more than
+    --video-max-frames.""",
+        low=0.01,
+        high=60,
+        flag="--video-fps",
+        place="coordinator.videoFps",
+        reader=COORDINATOR,
+    )
+    video_max_frames: int = setting(
+        32,
+        """
+    Most pictures of a video that the model looks at. Of a longer video they are further apart, from its beginning to
+    its end.""",
+        low=1,
+        high=bounds.VIDEO_FRAMES_MAX,
+        flag="--video-max-frames",
+        place="coordinator.videoMaxFrames",
         reader=COORDINATOR,
     )
     pooling: str = setting(

@@ -1,4 +1,4 @@
-// Images and audio for a message of the chat: chosen, pasted or dropped; images made small enough; shown before they are sent.
+// Images, audio and videos for a message of the chat: chosen, pasted or dropped; images made small enough; shown before they are sent.
 
 import { feed } from "./feed.js";
 import { h, say } from "./dom.js";
@@ -9,6 +9,7 @@ const BYTES_MAX = 512 * 1024; // of one as a file: a chat sends all of its image
 const READ_BYTES_MAX = 64 * 1024 * 1024; // of a file that is made smaller here
 const QUALITY = 0.85; // of what is drawn anew
 const AUDIO_BYTES_MAX = 4 * 1024 * 1024; // of an audio file: a chat sends all of them with each turn
+const VIDEO_BYTES_MAX = 8 * 1024 * 1024; // of a video, likewise
 const SOUNDS = /\.(wav|mp3|flac)$/i; // what the server reads
 
 function urlOf(blob) {
@@ -61,6 +62,16 @@ function isSound(file) {
   return file.type.startsWith("audio/");
 }
 
+function isVideo(file) {
+  return file.type.startsWith("video/");
+}
+
+// A video as it is sent: itself. The server says which formats it reads.
+function checkedVideo(file) {
+  if (file.size > VIDEO_BYTES_MAX) throw new Error(`${file.name} is larger than 8 MiB`);
+  return file;
+}
+
 // An audio file as it is sent: itself.
 function checkedSound(file) {
   if (!SOUNDS.test(file.name || "")) throw new Error(`${file.name || "audio"} is no WAV, MP3 or FLAC`);
@@ -68,23 +79,28 @@ function checkedSound(file) {
   return file;
 }
 
-// The part of an API's message for an image or audio file of a turn.
+// The part of an API's message for a file of a turn.
 export function partOf({ name, url }) {
+  if (url.startsWith("data:video/")) return { type: "video_url", video_url: { url } };
   if (!url.startsWith("data:audio/")) return { type: "image_url", image_url: { url } };
   return { type: "input_audio", input_audio: { data: url.slice(url.indexOf(",") + 1), format: name.split(".").pop().toLowerCase() } };
 }
 
 function filesIn(transfer) {
-  return [...((transfer && transfer.files) || [])].filter((file) => file.type.startsWith("image/") || isSound(file));
+  return [...((transfer && transfer.files) || [])].filter((file) => file.type.startsWith("image/") || isSound(file) || isVideo(file));
+}
+
+function thumb({ name, url, shown }) {
+  if (url.startsWith("data:audio/")) return h("audio.sound", { src: shown, controls: true, title: name, "aria-label": name });
+  if (url.startsWith("data:video/")) return h("video.thumb", { src: shown, controls: true, title: name, "aria-label": name });
+  return h("img.thumb", { src: shown, alt: name, title: name });
 }
 
 export function thumbs(images) {
-  return images.map((image) => (image.url.startsWith("data:audio/")
-    ? h("audio.sound", { src: image.shown, controls: true, title: image.name, "aria-label": image.name })
-    : h("img.thumb", { src: image.shown, alt: image.name, title: image.name })));
+  return images.map(thumb);
 }
 
-// The part of the form for a message that takes images or audio, which are all in `images`. `kept` returns how many the turns before hold.
+// The part of the form for a message that takes images, audio or videos, which are all in `images`. `kept` returns how many the turns before hold.
 export class Attachments {
   constructor(input, kept, complain) {
     this.input = input;
@@ -109,12 +125,13 @@ export class Attachments {
   }
 
   get takes() {
-    return feed.facts.takes || { images: false, audio: false };
+    return feed.facts.takes || { images: false, audio: false, video: false };
   }
 
   // What can be attached, for a person.
   get what() {
-    return [this.takes.images && "image", this.takes.audio && "audio"].filter(Boolean).join(" or ");
+    const names = [this.takes.images && "image", this.takes.audio && "audio", this.takes.video && "video"].filter(Boolean);
+    return names.length < 2 ? names.join() : `${names.slice(0, -1).join(", ")} or ${names.at(-1)}`;
   }
 
   // Lets images be dropped on an element.
@@ -155,10 +172,11 @@ export class Attachments {
   }
 
   async take(file) {
-    if (!this.most) throw new Error("This model is served without a projector, so it takes no images or audio");
-    if (this.kept() + this.images.length >= this.most) throw new Error(`A chat has at most ${this.most} images and audio files`);
-    if (!(isSound(file) ? this.takes.audio : this.takes.images)) throw new Error(`This model's projector takes no ${isSound(file) ? "audio" : "images"}`);
-    const blob = isSound(file) ? checkedSound(file) : await fitted(file);
+    if (!this.most) throw new Error("This model is served without a projector, so it takes no images, audio or videos");
+    if (this.kept() + this.images.length >= this.most) throw new Error(`A chat has at most ${this.most} images, audio files and videos`);
+    const [isTaken, kind] = isSound(file) ? [this.takes.audio, "audio"] : isVideo(file) ? [this.takes.video, "videos"] : [this.takes.images, "images"];
+    if (!isTaken) throw new Error(`This server takes no ${kind} for this model`);
+    const blob = isSound(file) ? checkedSound(file) : isVideo(file) ? checkedVideo(file) : await fitted(file);
     const name = file.name || "image";
     this.images.push({ name, url: await urlOf(blob), shown: URL.createObjectURL(blob) });
     this.complain("");
@@ -204,6 +222,6 @@ export class Attachments {
   update() {
     this.button.hidden = !this.most;
     this.button.textContent = `Attach ${this.what || "image"}`;
-    this.chosen.accept = [this.takes.images && "image/*", this.takes.audio && ".wav,.mp3,.flac"].filter(Boolean).join(",");
+    this.chosen.accept = [this.takes.images && "image/*", this.takes.audio && ".wav,.mp3,.flac", this.takes.video && "video/*"].filter(Boolean).join(",");
   }
 }

@@ -1,10 +1,11 @@
-"""The images and audio of requests: counted, encoded in a child process, and put into prompts. Fair between clients."""
+"""Images, audio and videos of requests: counted, encoded in a child process, put into prompts. Fair between clients."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -13,7 +14,7 @@ from relayline.coordinator.http.workers.turns import Turns
 from relayline.coordinator.media.encoded import Encoded, EncodedMedia, Filled, n_tokens_of, put_in
 from relayline.coordinator.media.encoder import Encoder
 from relayline.coordinator.media.fetching import Fetcher, LookUp
-from relayline.coordinator.media.parts import MediaFile
+from relayline.coordinator.media.parts import AUDIO, VIDEO, MediaFile
 from relayline.coordinator.media.segments import Segment, n_rows_in
 from relayline.coordinator.sessions.media_record import FileRecord, MediaRecord
 from relayline.wire.common.bounds import MEDIA_FETCHING_MAX, MEDIA_PER_REQUEST_MAX, MEDIA_ROWS_BYTES_MAX
@@ -23,7 +24,7 @@ from relayline.wire.telemetry import names
 
 
 class Media:
-    """The images and audio of one application. Event loop only; encoding itself runs elsewhere, one file at a time."""
+    """Images, audio and videos of one application. Event loop only; encoding runs elsewhere, one file at a time."""
 
     per_request_max = MEDIA_PER_REQUEST_MAX
 
@@ -102,8 +103,8 @@ class Media:
         """Raise InvalidRequestError where the rows of one request are more than all requests may hold."""
         n_bytes = self._row_bytes * sum(n_rows_in(each) for segments in layouts for each in segments)
         if n_bytes > MEDIA_ROWS_BYTES_MAX:
-            text = f"its images and audio become rows of {bytes_text(n_bytes)}, and a request has at most"
-            remedy = "send fewer, or serve with a smaller --image-max-tokens"
+            text = f"its images, audio and videos become rows of {bytes_text(n_bytes)}, and a request has at most"
+            remedy = "send fewer, or serve with a smaller --image-max-tokens or --video-max-frames"
             raise InvalidRequestError.of_field("messages", f"{text} {bytes_text(MEDIA_ROWS_BYTES_MAX)}; {remedy}")
 
     async def _layouts(
@@ -155,7 +156,8 @@ class Media:
             seen.wait_ns += time.monotonic_ns() - asked_ns
 
     def _key(self, file: MediaFile) -> bytes:
-        return self._encoder.identity + file.sha256
+        how = repr(self._encoder.sampling).encode() if file.kind == VIDEO else b""  # a GIF may be an image as well
+        return self._encoder.identity + how + file.sha256
 
     async def _work(self, ticket: Ticket, file: MediaFile, rows_max: int, seen: FileRecord) -> Encoded | None:
         """Count a file, or encode it. One whose client has gone keeps its turn until it is done."""
@@ -173,9 +175,10 @@ class Media:
     async def _encode(self, ticket: Ticket, file: MediaFile, rows_max: int) -> Encoded | None:
         loop = asyncio.get_running_loop()
         try:
-            segments, rows = await loop.run_in_executor(self._thread, self._encoder.encode, file.data, rows_max)
+            encode = functools.partial(self._encoder.encode, file.data, rows_max, is_video=file.kind == VIDEO)
+            segments, rows = await loop.run_in_executor(self._thread, encode)
             self._encoded.note(self._key(file), segments)
-            are_mutual = self._encoder.are_mutual and not file.is_audio
+            are_mutual = self._encoder.are_mutual and file.kind != AUDIO
             return self._encoded.put(self._key(file), segments, rows, are_mutual=are_mutual) if rows_max else None
         finally:
             self._turns.leave(ticket)
@@ -187,4 +190,4 @@ class Media:
 
 
 def _record_of(file: MediaFile) -> FileRecord:
-    return FileRecord("audio" if file.is_audio else "image", len(file.data))
+    return FileRecord(file.kind, len(file.data))

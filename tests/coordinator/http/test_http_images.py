@@ -25,20 +25,21 @@ from tests.support.http_support import WAIT_S, FakeGenerator, Served, serving
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BEFORE, N_ROWS, BEHIND = 60, 6, 62  # "<", rows, ">"
+IMAGES = Takes(images=True)
 
 
 class FakeEncoder(Encoder):
     """An encoder that a test can hold: six rows of each image, of the image's last byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes: Takes = IMAGES) -> None:
         self.n_embd, self.identity, self.are_mutual = 4, b"fake", False
-        self.takes = Takes(images=True)
+        self.takes = takes
         self.asked: Counter[tuple[bytes, int]] = Counter()
         self.may_go = threading.Event()
         self.may_go.set()
         self.is_busy = threading.Event()
 
-    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], np.ndarray]:
+    def encode(self, data: bytes, rows_max: int, *, is_video: bool = False) -> tuple[list[Segment], np.ndarray]:
         self.asked[data, rows_max] += 1
         self.is_busy.set()
         assert self.may_go.wait(WAIT_S)
@@ -253,3 +254,28 @@ async def _get(served: Served, path: str) -> dict[str, Any]:
     async with aiohttp.ClientSession() as session, session.get(served.url + path) as response:
         found: dict[str, Any] = await response.json()
         return found
+
+
+async def test_one_gif_as_an_image_and_as_a_video_is_two_files(tokenizer: Tokenizer) -> None:
+    generator, encoder = FakeGenerator(), FakeEncoder(Takes(images=True, video=True))
+    gif = f"data:image/gif;base64,{base64.b64encode(b'GIF89a and more').decode()}"
+    async with serving(tokenizer, generator, encoder=encoder) as served:
+        for kind in ("image_url", "video_url", "video_url"):
+            body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": gif}}]}]}
+            await post(served, "/v1/chat/completions", body)
+        models = await _get(served, "/v1/models")
+        props = await _get(served, "/props")
+    assert sorted(encoder.asked.values()) == [2, 2], "each counted and encoded once"
+    (image,), (video,), (again,) = (request.images for request in generator.requests)
+    numbers = [request.prompt_tokens[image.start : image.end] for request in generator.requests]
+    assert (video.start, again.start) == (image.start, image.start)
+    assert numbers[0] != numbers[1] == numbers[2]
+    assert models["data"][0]["architecture"]["input_modalities"] == ["text", "image", "video"]
+    assert props["modalities"] == {"vision": True, "audio": False, "video": True}
+
+
+async def test_without_a_projector_a_video_is_refused_in_one_line(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, FakeGenerator()) as served:
+        part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+        refused = await post(served, "/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]}, 400)
+    assert "this model is served without a projector" in refused["error"]["message"]

@@ -20,6 +20,7 @@ from relayline.wire.common.bounds import MEDIA_PER_REQUEST_MAX
 from tests.support.browser import Tab, browsing, chromium
 from tests.support.page_support import served
 from tests.support.tiny_audio import sound
+from tests.support.tiny_videos import needs_video, video
 
 pytestmark = [
     pytest.mark.chromium,
@@ -39,7 +40,9 @@ class Seeing(Encoder):
         self.takes = takes
         self.files: list[bytes] = []
 
-    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], np.ndarray[Any, Any]]:
+    def encode(
+        self, data: bytes, rows_max: int, *, is_video: bool = False
+    ) -> tuple[list[Segment], np.ndarray[Any, Any]]:
         if rows_max:
             self.files.append(data)
         return [2], np.zeros((2 if rows_max else 0, 4), np.float32)
@@ -64,7 +67,7 @@ async def give(tab: Tab, event: str, *files: tuple[str, bytes]) -> None:
       const data = new DataTransfer();
       for (const [name, text] of {given}) {{
         const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-        const type = {{ txt: "text/plain", wav: "audio/wav" }}[name.slice(-3)] || "image/png";
+        const type = {{ txt: "text/plain", wav: "audio/wav", ebm: "video/webm" }}[name.slice(-3)] || "image/png";
         data.items.add(new File([bytes], name, {{ type }}));
       }}
       document.querySelector(".compose textarea").dispatchEvent(
@@ -149,3 +152,18 @@ async def test_a_person_attaches_audio_where_the_projector_takes_it(tokenizer: T
         assert tab.problems == []
     assert encoder.files == [file]
     assert [len(request.images) for request in world.generator.requests] == [1]
+
+
+@needs_video
+async def test_a_person_attaches_a_video_where_images_are_taken(tokenizer: Tokenizer) -> None:
+    encoder, file = Seeing(Takes(images=True, video=True)), video(1, container="webm", coding="libvpx")
+    attach = "[...document.querySelectorAll('.compose button')].find((b) => b.textContent === 'Attach image or video')"
+    async with served(tokenizer, encoder=encoder) as world, browsing() as tab:
+        await tab.go(f"{world.url}/#/chat")
+        await tab.until(f"{attach} && !{attach}.hidden")
+        await give(tab, "drop", ("moves.webm", file))
+        await tab.until("document.querySelectorAll('.attached video').length === 1")
+        await send(tab, "what moves?", 2)
+        assert await tab.value("document.querySelectorAll('.turn .seen video').length") == 1
+        assert tab.problems == []
+    assert encoder.files == [file]

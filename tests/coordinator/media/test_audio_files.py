@@ -13,8 +13,8 @@ import pytest
 
 from relayline.coordinator.media.audio_headers import SAMPLE_MAX, checked
 from relayline.coordinator.media.encoder import Encoder
+from relayline.coordinator.media.memory_limit import no_more_memory_than
 from relayline.coordinator.media.parts import Takes, take_media
-from relayline.coordinator.media.projector import no_more_memory_than
 from relayline.wire.common.bounds import AUDIO_SECONDS_MAX, MEDIA_BYTES_MAX
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.common.memory import address_space_bytes
@@ -43,7 +43,7 @@ def test_audio_leaves_a_mark_in_every_form() -> None:
         chat({"type": "text", "text": "a"}, part(), part(head="data:audio/x-wav;base64,"), of_vllm), AUDIO
     )
     assert marked.shown(marked.messages[0]["content"]) == "a" + 3 * "<__media__>"
-    assert {(each.data, each.is_audio) for each in marked.media} == {(WAV, True)}
+    assert {(each.data, each.kind) for each in marked.media} == {(WAV, "audio")}
     assert marked.media[2].param == "messages[0].content[3].audio_url"
 
 

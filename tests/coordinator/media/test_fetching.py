@@ -15,7 +15,7 @@ from aiohttp import web
 
 from relayline.coordinator.media import fetching
 from relayline.coordinator.media.fetching import Fetcher, LookUp
-from relayline.coordinator.media.parts import MediaFile, Takes, take_media
+from relayline.coordinator.media.parts import AUDIO, IMAGE, VIDEO, MediaFile, Takes, take_media
 from relayline.coordinator.sessions.media_record import FileRecord
 from relayline.wire.common.bounds import MEDIA_ADDRESS_CHARS_MAX, MEDIA_BYTES_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError
@@ -26,7 +26,8 @@ WAV = b"RIFF\x00\x00\x00\x00WAVEfmt "
 HERE = ("127.0.0.1",)
 WAIT_S = 30.0
 NO_ADDRESS = "an address is https://HOST/... or https://HOST:PORT/..., without a user's name or password"
-BOTH = Takes(images=True, audio=True)
+BOTH = Takes(images=True, audio=True, video=True)
+MP4 = b"\x00\x00\x00\x20ftypisom"
 
 
 class Site:
@@ -45,6 +46,8 @@ class Site:
             return web.Response(body=WAV)
         if name == "large":
             return web.Response(body=PNG + bytes(MEDIA_BYTES_MAX))
+        if name == "movie":
+            return web.Response(body=MP4 + bytes(MEDIA_BYTES_MAX))
         if name == "half":
             return web.Response(body=PNG + bytes(9 * 1024 * 1024))
         if name == "page":
@@ -109,10 +112,19 @@ async def test_files_are_fetched_in_their_order_and_others_stay_as_they_are() ->
         fetcher.close()
     assert [each.data for each in (*found, *again)] == [PNG, b"own", WAV, PNG, PNG]
     assert found[0].sha256 == hashlib.sha256(PNG).digest()
-    assert [each.is_audio for each in found] == [False, False, True, False]
+    assert [each.kind for each in found] == [IMAGE, IMAGE, AUDIO, IMAGE]
     assert found[0].param == "messages[0].content[0].image_url"
     assert not any(each.address for each in found)
     assert all("Cookie" not in request.headers for request in served.asked)
+
+
+async def test_a_fetched_video_may_be_larger_than_what_a_body_has_room_for() -> None:
+    async with site() as (_, url):
+        fetcher = Fetcher(HERE)
+        asked = at(f"{url}/movie", kind="video_url")
+        (found,) = await fetcher.all_here(asked, set(), [FileRecord("video")])
+        fetcher.close()
+    assert (found.kind, len(found.data)) == (VIDEO, len(MP4) + MEDIA_BYTES_MAX)
 
 
 @pytest.mark.parametrize(

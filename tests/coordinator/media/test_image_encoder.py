@@ -114,6 +114,17 @@ def test_tokens_of_large_images_alone_may_be_missing(vocabulary: Path, tmp_path:
         encoder.close()
 
 
+@needs_library
+def test_images_of_other_sizes_have_other_keys(vocabulary: Path, tmp_path: Path) -> None:
+    projector, found = make_projector(tmp_path / "mmproj.gguf"), []
+    for max_tokens in (0, 16, 32):
+        encoder = Encoder(projector, vocabulary, N_EMBD, max_tokens)
+        encoder.start()
+        found.append(encoder.identity)
+        encoder.close()
+    assert len(set(found)) == 3, "a prefix on disk would serve rows of another size"
+
+
 LATER = "from relayline.coordinator.media import encoding; encoding._send(pipe, encoding.LATER, b'no memory')"
 
 

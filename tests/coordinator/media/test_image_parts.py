@@ -76,8 +76,8 @@ def test_a_file_that_is_no_image_is_refused(part: Any, problem: str) -> None:
 
 
 def test_unknown_parts_and_too_many_images_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="only parts of type text, image_url and input_audio"):
-        take_media(chat(image(), {"type": "input_video"}), IMAGES)
+    with pytest.raises(InvalidRequestError, match="only parts of type text, image_url, input_audio and video_url"):
+        take_media(chat(image(), {"type": "input_smell"}), IMAGES)
     take_media(chat(*[image()] * MEDIA_PER_REQUEST_MAX), IMAGES)
     with pytest.raises(InvalidRequestError, match=f"at most {MEDIA_PER_REQUEST_MAX} images"):
         take_media(chat(*[image()] * (MEDIA_PER_REQUEST_MAX + 1)), IMAGES)

@@ -30,7 +30,9 @@ class Hearing(Encoder):
         self.n_embd, self.identity, self.are_mutual, self.takes = 4, b"hearing", False, Takes(audio=True)
         self.files: list[bytes] = []
 
-    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], np.ndarray[Any, Any]]:
+    def encode(
+        self, data: bytes, rows_max: int, *, is_video: bool = False
+    ) -> tuple[list[Segment], np.ndarray[Any, Any]]:
         self.files += [data] if rows_max else []
         return [3], np.zeros((3 if rows_max else 0, 4), np.float32)
 

@@ -41,9 +41,11 @@ def load_stage(
     the curves of `like`.
     """
     check_place(config.engine)  # a large file takes long to verify
-    use = use_files(config.artifact, *(adapter.path for adapter in config.adapters))
+    drafters = [config.inner.drafter] if config.inner is not None and config.inner.drafter is not None else []
+    use = use_files(config.artifact, *(adapter.path for adapter in config.adapters), *drafters)
     try:
         artifact = verify_artifact(config.artifact, load) if config.verify else open_unverified(config.artifact)
+        artifact = artifact.handing_on(config.inner.layers if config.inner is not None else ())
         with attempt(config.artifact):
             return _load(config, artifact, load, like, use.close)
     except BaseException:
@@ -75,6 +77,8 @@ def _load(
             held_lanes=held_lanes(settings, spare_lanes),
             max_wanted=wanted_max,
             adapters=config.adapters,
+            inner_layers=artifact.inner_layers,
+            drafter=config.inner.drafter if config.inner is not None else None,
         ),
         load,
     )

@@ -10,6 +10,7 @@ from relayline.wire.links.ports import check_free
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_listen
 from relayline.wire.model_files.adapters import Adapter
+from relayline.wire.model_files.eagle3 import InnerRows
 from relayline.wire.settings.table import EngineSettings
 from relayline.wire.telemetry.config import TelemetryConfig
 
@@ -30,6 +31,8 @@ class StageConfig:
     """The engine's settings, from flags or the coordinator's order."""
     adapters: tuple[Adapter, ...] = ()
     """LoRA adapters, in the order in which sessions choose them."""
+    inner: InnerRows | None = None
+    """The inner rows that stages hand on, for an EAGLE-3 model; None: none are."""
     verify: bool = True
     """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
     security: LinkSecurity = PLAINTEXT

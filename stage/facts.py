@@ -73,6 +73,7 @@ class StageFacts:
             rewind_rows=self.rewind_rows,
             predictions=self.predictions,
             takes_guess_wishes=True,
+            inner_layers=artifact.inner_layers,
             instance_id=self.instance_id,
             name=self.name,
             place=self.place,

@@ -10,16 +10,18 @@ This module reads; it never writes into the artifact's directory. Verified hashe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from relayline.stage.engine.loading import CHECKING, Load
 from relayline.wire.common.bounds import N_EMBD_MAX
-from relayline.wire.common.errors import ArtifactError
+from relayline.wire.common.errors import ArtifactError, UsageError
 from relayline.wire.common.file_hash import noted_sha256, sha256_of
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
 from relayline.wire.common.texts import layer_range
+from relayline.wire.model_files.eagle3 import InnerRows
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.hollow_slice import ROUTER
 from relayline.wire.model_files.model_check import check_header
@@ -117,6 +119,7 @@ class StageArtifact:
     has_experts: bool = False  # in a layer here, chosen by a router
     block_layers: int = 0  # of each block whose input all later layers read; 0: they read no such inputs
     deepstack_layers: int = 0  # stage 0 only: its first ones, which add features of an image to what leaves them
+    inner_layers: tuple[int, ...] = ()  # of the model: those whose inputs are handed on, for a draft model
 
     @property
     def is_first(self) -> bool:
@@ -142,6 +145,21 @@ class StageArtifact:
         llama.cpp takes rows of this width.
         """
         return self.n_embd * (1 + self.deepstack_layers)
+
+    def handing_on(self, layers: Sequence[int]) -> StageArtifact:
+        """Return the same with rows that have the inputs of these layers behind them, see stage.engine.inner_rows.
+
+        Raises UsageError where rows have further parts already.
+        """
+        if not layers:
+            return self
+        if self.has_sidebands or self.block_layers or self.width_out != self.n_embd or self.deepstack_layers:
+            raise UsageError(f"{self.path}: rows of {self.architecture} have no place for the inputs of inner layers")
+        more = [self.n_embd * InnerRows(tuple(layers)).n_before(layer) for layer in (self.layer_start, self.layer_end)]
+        width_in, width_out = self.width_in + more[0], self.width_out + (0 if self.is_last else more[1])
+        if max(width_in, width_out) > N_EMBD_MAX:
+            raise UsageError(f"{self.path}: rows of {width_out} values, with those of inner layers, are too wide")
+        return dataclasses.replace(self, width_in=width_in, width_out=width_out, inner_layers=tuple(layers))
 
     def predicts(self, settings: EngineSettings) -> bool:
         """Whether a stage with these settings drafts by its prediction layers."""

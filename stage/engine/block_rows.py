@@ -7,10 +7,13 @@ see coordinator/model/placeholders.py. The placeholders themselves are not compu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.inner_rows import InnerRowParts
 from relayline.stage.engine.micro_batches import Cut
 from relayline.stage.engine.row_parts import Entry, Nodes, RowParts, Tap
 
@@ -73,8 +76,13 @@ class BlockRows:
             column += part.shape[1]
 
 
-def parts_of(artifact: StageArtifact, rows: Rows, output_rows: Rows, entry: str) -> RowParts | BlockRows:
-    """Return the parts of a stage's rows, whichever they are. entry: see RowParts."""
+Parts = RowParts | BlockRows | InnerRowParts
+
+
+def parts_of(artifact: StageArtifact, rows: Rows, output_rows: Rows, entry: str, names: Sequence[str]) -> Parts:
+    """Return the parts of a stage's rows, whichever they are. entry: see RowParts; names: see InnerRowParts."""
+    if artifact.inner_layers:
+        return InnerRowParts(artifact, rows, output_rows, names)
     if artifact.block_layers:
         return BlockRows(artifact, rows, output_rows)
     return RowParts(artifact, rows, output_rows, entry)

@@ -52,8 +52,17 @@ _ENTRIES = {
 
 def output_name(artifact: StageArtifact) -> str:
     """Return the name of the output of the artifact's last layer."""
-    architecture, last = artifact.architecture, artifact.file_layers - 1
-    return _OTHER_NAMES.get(architecture, f"{_OTHER_WORDS.get(architecture, 'l_out')}-{last}")
+    return output_names(artifact)[-1]
+
+
+def output_names(artifact: StageArtifact) -> list[str]:
+    """Return the names of the outputs of the artifact's layers."""
+    architecture, n_layers = artifact.architecture, artifact.file_layers
+    word = _OTHER_WORDS.get(architecture, "l_out")
+    return [
+        *(f"{word}-{layer}" for layer in range(n_layers - 1)),
+        _OTHER_NAMES.get(architecture, f"{word}-{n_layers - 1}"),
+    ]
 
 
 def entry_name(artifact: StageArtifact) -> str:
@@ -202,19 +211,24 @@ class RowCapture:
     @contextlib.contextmanager
     def stopping_at(self, node: str) -> Iterator[None]:
         """Let graphs end at this node meanwhile; nothing behind it is computed, and no rows are captured."""
-        before = (self._state.target, self._state.stop, self._state.n_entries, self._state.capacity)
-        self._state.target, self._state.stop, self._state.n_entries, self._state.capacity = node.encode(), 1, 0, 0
+        state = self._state
+        before = (state.target, state.stop, state.n_entries, state.n_taps, state.capacity)
+        state.target, state.stop, state.n_entries, state.n_taps, state.capacity = node.encode(), 1, 0, 0, 0
         try:
             yield
         finally:
-            self._state.target, self._state.stop, self._state.n_entries, self._state.capacity = before
+            state.target, state.stop, state.n_entries, state.n_taps, state.capacity = before
 
     def put_in_order(self, computed: npt.NDArray[np.intp]) -> None:
         """Move the rows that were copied, which stand as they were computed, to their places in the step."""
+        arrays = [self._destination] if self.tensor_name and self._state.stop else []
+        arrays += [tap.rows for tap in self._taps_to]
+        if not arrays:
+            return
         if self._spare is None:
-            self._spare = np.empty_like(self._destination)
+            self._spare = np.empty_like(arrays[0])
         rows = self._spare[: computed.size]
-        for array in (self._destination, *(tap.rows for tap in self._taps_to)):
+        for array in arrays:
             np.copyto(rows, array[: computed.size])
             array[computed] = rows
 
@@ -241,24 +255,24 @@ class RowCapture:
         """Raise NativeError unless the decode delivered exactly `n_rows` rows, in that many micro-batches."""
         if self._state.error and (self._state.stop or self._state.error > _OF_TARGET_MAX):
             reason = _REASONS.get(self._state.error, f"code {self._state.error}")
-            raise NativeError(f"cannot capture tensor {self.tensor_name or self._sources[0].name}: {reason}")
+            nodes = [self.tensor_name, *(entry.name for entry in self._sources), *(tap.name for tap in self._taps_to)]
+            raise NativeError(f"cannot capture tensor {next(filter(None, nodes), '')}: {reason}")
         for entry, state in zip(self._sources, self._entries, strict=True):
             if state.consumed != state.source_floats:
                 raise NativeError(
                     f"tensor {entry.name} took {state.consumed} floats but got {state.source_floats}: "
                     "this architecture does not take its rows under that name"
                 )
-        if not self.tensor_name or not self._state.stop:
-            return
+        has_target = bool(self.tensor_name and self._state.stop)
         n_expected = n_rows * self._state.row_floats
         named = [(tap.name, copied.written) for tap, copied in zip(self._taps_to, self._taps, strict=True)]
-        for name, n_floats in (*named, (self.tensor_name, self._state.written)):
+        for name, n_floats in (*named, *([(self.tensor_name, self._state.written)] if has_target else [])):
             if n_floats != n_expected:
                 raise NativeError(
                     f"tensor {name} gave {n_floats} floats instead of {n_expected}: "
                     "this architecture does not expose its hidden state under that name"
                 )
-        if self._state.n_calls != n_parts:  # llama.cpp may then have grouped the rows by sequence
+        if has_target and self._state.n_calls != n_parts:  # llama.cpp may then have grouped the rows by sequence
             raise NativeError(
                 f"llama.cpp cut a step into {self._state.n_calls} parts instead of {n_parts}; "
                 "the order of its rows is unknown"

@@ -13,18 +13,22 @@ other steps may have written over them. So `_RecentRows` knows by how much a lan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.checkpoints import Checkpoints, State
+from relayline.stage.engine.eagle import EaglePredictor, Inner
 from relayline.stage.engine.lane_state import has_window, read_partial, write_partial
 from relayline.stage.engine.micro_batches import Cut
-from relayline.stage.engine.prediction import LatestStep, Predictor
+from relayline.stage.engine.prediction import Predictor
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES, layout_refusal
+from relayline.wire.settings.table import EngineSettings
 
 
 class _RecentRows:
@@ -109,10 +113,6 @@ class LaneRewinds:
     def need_checkpoints(self) -> bool:
         """Whether lanes can be taken back to checkpoints alone, but for some rows at their ends."""
         return self.are_recurrent or self._window > 0
-
-    def predict(self, model: Any, context: Any, params: Any, batch: LatestStep, n_drafts: int) -> None:
-        """Let prediction layers follow the lanes; see `Predictor`. Raises NativeError."""
-        self.predictor = Predictor(model, context, params, batch, n_drafts)
 
     def keep_recent(self, n_states: int) -> None:
         """llama.cpp keeps so many earlier states of each lane."""
@@ -248,3 +248,24 @@ class LaneRewinds:
             if source_lane not in self._recent.taken_back:  # both share a state until one of them continues
                 self._recent.forget(source_lane)
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)
+
+
+def predictor_of(
+    artifact: StageArtifact,
+    settings: EngineSettings,
+    drafter: Path | None,
+    *,
+    model: Any,
+    context: Any,
+    params: Any,
+    batch: Inner,
+) -> Predictor | None:
+    """Return what drafts on this stage and follows its lanes; None: nothing does.
+
+    `drafter`: an EAGLE-3 model. The others are the engine's. Raises as `Predictor` and `EaglePredictor`.
+    """
+    if artifact.predicts(settings):
+        return Predictor(model, context, params, batch, settings.mtp_drafts)
+    if artifact.is_last and drafter is not None:
+        return EaglePredictor(drafter, settings, artifact, context, params, batch)
+    return None

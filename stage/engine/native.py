@@ -24,14 +24,14 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.block_rows import parts_of
-from relayline.stage.engine.capture import RowCapture, entry_name, output_name
+from relayline.stage.engine.capture import RowCapture, entry_name, output_name, output_names
 from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.device_greedy import DeviceGreedy, gives_parts, is_asked_for
 from relayline.stage.engine.hidden import HiddenRows, gives_hidden
 from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out, remedy, window_of
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_places import Grid
-from relayline.stage.engine.lane_rewinds import LaneRewinds
+from relayline.stage.engine.lane_rewinds import LaneRewinds, predictor_of
 from relayline.stage.engine.lane_state import read_lane, require, write_lane
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.model_load import abandonable, load_model
@@ -57,6 +57,8 @@ class EngineConfig:
     held_lanes: int = 0  # further ones, behind those, without own cells: they keep shared cells that are being copied
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
     adapters: tuple[Adapter, ...] = ()  # of LoRA
+    inner_layers: tuple[int, ...] = ()  # of the model: those whose inputs rows hand on, see stage.engine.inner_rows
+    drafter: Path | None = None  # last stage: a model that reads them and drafts, see stage.engine.eagle
 
     @property
     def n_sequences(self) -> int:
@@ -103,7 +105,7 @@ class NativeEngine:
         config.check()
         settings = config.settings.resolved()
         self.config = dataclasses.replace(config, settings=settings)
-        self.artifact: StageArtifact = open_artifact(config.artifact_path)
+        self.artifact: StageArtifact = open_artifact(config.artifact_path).handing_on(config.inner_layers)
         if 0 < self.artifact.n_positions < settings.ctx_tokens:  # llama.cpp would abort at the first one beyond
             n_positions = self.artifact.n_positions
             raise UsageError(
@@ -168,12 +170,13 @@ class NativeEngine:
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
         self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self.rewinds)
-        parts = parts_of(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
+        entry, names = entry_name(self.artifact), output_names(self.artifact)
+        parts = parts_of(self.artifact, self._batch.rows, self.output_rows, entry, names)
         self._batch.bind(parts, self._model, self.config.n_sequences)
         if self.is_last and (settings.embeddings or self.artifact.rank_head or not computes_apart(settings)):
             self.hidden = HiddenRows.of(self.artifact, n_rows, parts.nodes)
             self._capture = self.hidden.capture
-        elif not self.is_last or parts.nodes.entries:
+        elif not self.is_last or parts.nodes.entries or parts.nodes.taps:
             target = "" if self.is_last else output_name(self.artifact)
             self._capture = RowCapture(target, parts.hidden, parts.nodes)
 
@@ -215,8 +218,10 @@ class NativeEngine:
             reason = ggml.LOG.reason("llama.cpp gave no reason")
             what = f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type})"
             raise NativeError(f"{what}: {reason}; {remedy(reason)}")
-        if self.artifact.predicts(settings):
-            self.rewinds.predict(self._model, context, params, self._batch, settings.mtp_drafts)
+        self.rewinds.predictor = predictor_of(
+            self.artifact, settings, config.drafter,
+            model=self._model, context=context, params=params, batch=self._batch,
+        )  # fmt: skip
         self.rewinds.keep_recent(llama.llama_n_rs_seq(context))  # 0 of a family that it cannot do this for
         if self.attention.keeps_window:
             self.rewinds.keep_windows(llama.llama_get_memory(context), window)
@@ -306,7 +311,7 @@ class NativeEngine:
         self.rewinds.ran(self.seq_ids[:n_rows], step_cut)
         if self.hidden is not None:
             self.hidden.note(self.wants[:n_rows], step_cut)
-        if step_cut and not step_cut.is_in_order and not self.is_last and capture is not None:
+        if step_cut and not step_cut.is_in_order and capture is not None:
             capture.put_in_order(step_cut.computed)
         self._batch.parts.pass_on(self.input_rows[:n_rows], self.output_rows[:n_rows])
 

@@ -13,6 +13,7 @@ worse. Whatever fails ends the predictions of this engine, and no step.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -50,29 +51,34 @@ class LatestStep(Protocol):
 class Predictor:
     """The prediction layers of one engine, with their cells."""
 
+    begins_with_zeros = True
+    """Whether the first token of a lane is paired with a row of zeros."""
+    what = "prediction layers"
+    _shift = 0  # cells stand so many positions before their tokens
+
     def __init__(self, model: Any, context: Any, params: Any, batch: LatestStep, n_drafts: int) -> None:
         """`params`, `batch`: those of the engine's own `context`, which gives its hidden rows from now on. `n_drafts`:
         guesses behind a token, at most.
 
         Raises NativeError where llama.cpp has no such functions, or no memory.
         """
-        give, self._all_rows, self._one_row = (_function(*described) for described in _FUNCTIONS)
-        self._main, self._main_batch, n_lanes = context, batch, params.n_seq_max
-        self._n_rows = params.n_batch + n_lanes  # a lane's first row is paired with nothing before it, and comes on top
-        self._width = int(llama.llama_model_n_embd_out(model))
-        self._n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
+        self._main, self._main_batch = context, batch
         self.n_drafts = n_drafts if llama.llama_model_n_layer_nextn(model) == 1 else 1
         """Guesses behind a token. Of several layers each is for one guess more; the first alone is used."""
-        self._context = _open(model, params, self._n_rows)
-        self._memory = llama.llama_get_memory(self._context)
-        self._n_wanted_max = n_lanes
-        self._ctx_tokens = int(llama.llama_n_ctx_seq(self._context))
-        give(context, True, False)
-        give(self._context, True, True)
-        self._ends = [0] * n_lanes  # per lane: one more than the position of its last good cell; 0: it has none
-        self._allocate()
+        self._begin(model, functools.partial(_open, model, params), params)
+        self._give(context, True, False)
 
-    def _allocate(self) -> None:
+    def _begin(self, model: Any, opened: Callable[[], Any], params: Any) -> None:
+        """Draft with this model in a context of its own. `params`: those of the engine's own context."""
+        self._give, self._all_rows, self._one_row = (_function(*described) for described in _FUNCTIONS)
+        context = self._context = opened()
+        self._memory = llama.llama_get_memory(context)
+        self._n_rows, self._n_wanted_max = rows_of(params), (n_lanes := params.n_seq_max)
+        self._width = int(llama.llama_model_n_embd_out(model))
+        self._n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model)))
+        self._ctx_tokens = int(llama.llama_n_ctx_seq(context))
+        self._give(context, True, True)
+        self._ends = [0] * n_lanes  # per lane: one more than the position of its last good cell; 0: it has none
         n_rows = self._n_rows
         self._rows: Rows = np.zeros((n_rows, self._width), np.float32)
         self._tokens, self._positions, self._lanes = (np.zeros(n_rows, np.int32) for _ in range(3))
@@ -110,7 +116,7 @@ class Predictor:
         self._ends[target] = n_tokens
 
     def _cut(self, lane: int, position: int) -> None:
-        llama.llama_memory_seq_rm(self._memory, lane, position, -1)
+        llama.llama_memory_seq_rm(self._memory, lane, max(0, position - self._shift), -1)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -119,9 +125,12 @@ class Predictor:
 
         Raises NativeError where this architecture gives none.
         """
-        n_rows = self._main_batch.n_rows
-        view: Rows = np.frombuffer(_floats(self._all_rows(self._main), n_rows * self._width), np.float32)
-        return view.reshape(n_rows, self._width)[self._main_batch.places_of(rows)]
+        return self._rows_of(self._main, self._main_batch.n_rows)[self._main_batch.places_of(rows)]
+
+    def _rows_of(self, context: Any, n_rows: int) -> Rows:
+        """Return the rows before the head of a context's last step, a view valid until its next one."""
+        view: Rows = np.frombuffer(_floats(self._all_rows(context), n_rows * self._width), np.float32)
+        return view.reshape(n_rows, self._width)
 
     def take(self, told: Sequence[Told]) -> list[list[Guess]]:
         """Take one step's rows in, and return the guesses behind each part.
@@ -164,13 +173,13 @@ class Predictor:
             rows = slice(n_rows, n_rows + end - begin)
             n_rows = rows.stop
             if n_rows > self._n_rows:
-                raise NativeError(f"{n_rows} rows for prediction layers that take {self._n_rows}")
+                raise NativeError(f"{n_rows} rows for {self.what} that take {self._n_rows}")
             self._rows[rows], self._tokens[rows], self._lanes[rows] = (
                 part.rows[begin:end],
                 part.tokens[begin:end],
                 part.lane,
             )
-            self._positions[rows] = np.arange(part.position + begin, part.position + end)
+            self._positions[rows] = np.arange(part.position + begin, part.position + end) - self._shift
             places.append(n_rows - 1)
         self._decode(n_rows, is_wanted=is_wanted)
         return places
@@ -192,7 +201,7 @@ class Predictor:
             for row, (index, hidden, token) in enumerate(goes_on):
                 part = told[index]
                 self._rows[row], self._tokens[row], self._lanes[row] = hidden, token, part.lane
-                self._positions[row] = part.position + len(part.tokens) + len(guesses[index]) - 1
+                self._positions[row] = part.position + len(part.tokens) + len(guesses[index]) - 1 - self._shift
             self._decode(len(goes_on), is_wanted=True)
             waiting = [(index, row) for row, (index, _, _) in enumerate(goes_on)]
         return guesses
@@ -202,11 +211,17 @@ class Predictor:
             return
         self._batch.n_tokens = n_rows
         self._wants[:n_rows] = is_wanted
-        code = llama.llama_decode(self._context, self._batch)
+        self._check(llama.llama_decode(self._context, self._batch), "llama_decode", n_rows)
+
+    def _encode_batch(self, batch: Any) -> None:
+        """Run the encoder of a model that has one."""
+        self._check(llama.llama_encode(self._context, batch), "llama_encode", batch.n_tokens)
+
+    def _check(self, code: int, called: str, n_rows: int) -> None:
         if code != 0:
             reason = ggml.LOG.reason("llama.cpp gave no reason")
             ggml.LOG.watch()
-            raise NativeError(f"prediction layers: llama_decode failed with code {code} on {n_rows} rows: {reason}")
+            raise NativeError(f"{self.what}: {called} failed with code {code} on {n_rows} rows: {reason}")
 
     def _best(self, place: int) -> Guess:
         pointer = llama.llama_get_logits_ith(self._context, place)
@@ -226,15 +241,26 @@ class Predictor:
             self._context = None
 
 
-def _open(model: Any, params: Any, n_rows: int) -> Any:
-    """Return a context for the prediction layers, like the engine's own. Raises NativeError."""
+def rows_of(params: Any) -> int:
+    """Return the rows of a step of drafts. A lane's first row is paired with nothing before it, and comes on top."""
+    return int(params.n_batch + params.n_seq_max)
+
+
+def params_like(params: Any) -> Any:
+    """Return the parameters of a context for drafts, like those of the engine's own."""
     own = type(params).from_buffer_copy(params)
-    own.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
-    own.n_batch = own.n_ubatch = n_rows
+    own.n_batch = own.n_ubatch = rows_of(params)
     own.n_outputs_max = params.n_seq_max
     own.n_rs_seq = 0
     own.swa_full = True  # lanes are cut anywhere
     own.cb_eval, own.cb_eval_user_data = type(params.cb_eval)(), None
+    return own
+
+
+def _open(model: Any, params: Any) -> Any:
+    """Return a context for the prediction layers, like the engine's own. Raises NativeError."""
+    own = params_like(params)
+    own.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
     ggml.LOG.watch()
     context = llama.llama_init_from_model(model, own)
     if not context:

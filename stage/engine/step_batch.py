@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
-from relayline.stage.engine.block_rows import BlockRows
+from relayline.stage.engine.block_rows import Parts
 from relayline.stage.engine.ggml import pointer
+from relayline.stage.engine.inner_rows import InnerRowParts
 from relayline.stage.engine.lane_places import Grid, LanePlaces
 from relayline.stage.engine.lane_rewinds import LaneRewinds
 from relayline.stage.engine.micro_batches import Cut, cut
-from relayline.stage.engine.row_parts import RowParts
+from relayline.wire.common.errors import NativeError
 
 Array = npt.NDArray[Any]
 _ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
@@ -42,7 +43,7 @@ class StepBatch:
         self.rows: Array = self._ordered[0]
         """Rows as llama.cpp gets them."""
 
-    def bind(self, parts: RowParts | BlockRows, model: Any, n_lanes: int) -> None:
+    def bind(self, parts: Parts, model: Any, n_lanes: int) -> None:
         """Make the batches. parts: made from `rows`; model: has the number of positions per row."""
         self.parts = parts
         self.places = LanePlaces(n_lanes)
@@ -91,6 +92,12 @@ class StepBatch:
     def places_of(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Return rows' places in the batch."""
         return rows if self.cut is None or self.cut.is_in_order else np.argsort(self.cut.given)[rows]
+
+    def inner_rows(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.float32]:
+        """Return the inner rows of rows of the last step, see InnerRowParts.read. Raises NativeError."""
+        if not isinstance(self.parts, InnerRowParts):
+            raise NativeError("rows of this stage have no inner rows")
+        return self.parts.read(self._given[0], rows)
 
     def place_of(self, row: int) -> int:
         """Return a row's place in the batch."""

@@ -62,6 +62,8 @@ class Files(NamedTuple):
     """With pipeline.json next to it."""
     adapters: tuple[Adapter, ...] = ()
     """Of LoRA."""
+    drafter: Path | None = None
+    """An EAGLE-3 model, for the last stage."""
 
 
 NO_FILES = Files(Path())  # before they are here
@@ -76,7 +78,9 @@ async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool)
     """
     artifact = await _artifact(member, cache, load, always_fetch=always_fetch)
     adapters = [await _adapter(member, each, cache, load, always_fetch=always_fetch) for each in member.order.adapters]
-    return Files(artifact, tuple(adapters))
+    drafter = member.order.drafter
+    path = await _whole(member, drafter.file, cache, load, always_fetch=always_fetch) if drafter.file.file else None
+    return Files(artifact, tuple(adapters), path)
 
 
 async def _artifact(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Path:
@@ -100,13 +104,18 @@ async def _artifact(member: Source, cache: Path, load: Load, *, always_fetch: bo
 
 
 async def _adapter(member: Source, order: pb.AdapterFile, cache: Path, load: Load, *, always_fetch: bool) -> Adapter:
-    file = order.file
+    path = await _whole(member, order.file, cache, load, always_fetch=always_fetch)
+    return Adapter(order.name, path, order.scale, order.file.sha256, order.file.size_bytes)
+
+
+async def _whole(member: Source, file: pb.ArtifactFile, cache: Path, load: Load, *, always_fetch: bool) -> Path:
+    """Return the path of a file that is no artifact, complete and checked."""
     slot, path = Slot(cache, file), Path(file.path)
     if always_fetch or not file.path or not await asyncio.to_thread(has_content, path, file, load):
         await asyncio.to_thread(slot.prepare)
         await _fill(member, slot, load, file.sha256)
         path = slot.path
-    return Adapter(order.name, path, order.scale, file.sha256, file.size_bytes)
+    return path
 
 
 async def _fill(member: Source, slot: Slot, load: Load, sha256: str = "", held: HeldLayers | None = None) -> None:

@@ -15,6 +15,7 @@ from relayline.wire.common.errors import StageLostError, UsageError
 from relayline.wire.links.roles import identity_named
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, host_of, is_loopback, port_of
 from relayline.wire.model_files.adapters import Adapter
+from relayline.wire.model_files.eagle3 import InnerRows
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.setting import read_message
 from relayline.wire.settings.table import EngineSettings
@@ -68,7 +69,14 @@ class JoinConfig:
         return bool(self.host) or self.is_relayed
 
     def ordered(
-        self, order: pb.JoinResponse, artifact: Path, adapters: tuple[Adapter, ...], host: str, *, is_here: bool = True
+        self,
+        order: pb.JoinResponse,
+        artifact: Path,
+        adapters: tuple[Adapter, ...],
+        host: str,
+        *,
+        drafter: Path | None = None,
+        is_here: bool = True,
     ) -> StageConfig:
         """Return the stage that an order makes of this process, with its files, at `host` of this machine.
 
@@ -87,6 +95,7 @@ class JoinConfig:
             security=self.security,
             coordinator=identity_named(order.coordinator),
             adapters=adapters,
+            inner=InnerRows(tuple(order.drafter.layers), drafter) if order.drafter.layers else None,
         )
 
     def reported_host(self) -> str:

@@ -218,7 +218,9 @@ class JoinedStage:
 
         def config_of(files: Files, order: pb.JoinResponse) -> StageConfig:
             is_here = files is not NO_FILES
-            ordered = self._config.ordered(order, files.artifact, files.adapters, host, is_here=is_here)
+            ordered = self._config.ordered(
+                order, files.artifact, files.adapters, host, drafter=files.drafter, is_here=is_here
+            )
             return self._adapt(ordered, order)
 
         return config_of
@@ -449,4 +451,6 @@ def same_work(one: pb.JoinResponse, other: pb.JoinResponse) -> bool:
 
 def _work(order: pb.JoinResponse) -> tuple[Any, ...]:
     adapters = [(each.file.sha256, each.name, each.scale) for each in order.adapters]
-    return order.pipeline_id, order.stage_index, order.artifact.sha256, order.engine, order.coordinator, adapters
+    drafter = (tuple(order.drafter.layers), order.drafter.file.sha256)
+    pipeline = (order.pipeline_id, order.stage_index, order.artifact.sha256)
+    return *pipeline, order.engine, order.coordinator, adapters, drafter

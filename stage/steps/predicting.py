@@ -98,16 +98,20 @@ class Predicting:
             self._give_up(error)
 
     def _pair(self, predictor: Predictor, item: Placed, tokens: list[int], n_drafts: int = 0) -> Told:
-        """Pair the frame's first rows with the tokens behind them; a prompt's first token follows a row of zeros."""
+        """Pair the frame's first rows with the tokens behind them.
+
+        Prediction layers get a prompt's first token behind a row of zeros.
+        """
         frame = item.frame
         rows = predictor.hidden(np.arange(item.row, item.row + len(tokens)))
         first, prompt = self._told.get(frame.session_key, (1, None))
-        if frame.position == first == 0 and prompt is not None:
+        if frame.position == first == 0 and prompt is not None and predictor.begins_with_zeros:
             rows = np.concatenate([np.zeros_like(rows[:1]), rows])
             return Told(item.lane.index, 0, [int(prompt[0]), *tokens], rows, n_drafts)
         return Told(item.lane.index, frame.position + 1, tokens, rows, n_drafts)
 
     def _give_up(self, error: NativeError) -> None:
-        log.warning("no more guesses by the prediction layers: %s", error)
+        what = self._predictor.what if self._predictor is not None else ""
+        log.warning("no more guesses by %s: %s", what, error)
         self._predictor = None  # its memory is given back with the engine
         self._told.clear()

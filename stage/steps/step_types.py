@@ -40,6 +40,8 @@ class Predictor(Protocol):
     """The last stage's prediction layers; see stage.engine.prediction.Predictor."""
 
     n_drafts: int
+    begins_with_zeros: bool
+    what: str
 
     def hidden(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.float32]: ...  # noqa: D102
     def take(self, told: Sequence[Told]) -> list[list[Guess]]: ...  # noqa: D102

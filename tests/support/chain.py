@@ -20,7 +20,7 @@ class Chain:
     def __init__(
         self, directory: Path, pipeline: PipelineFile, *, ctx_tokens: int = 64, max_rows: int = 32,
         lanes: Sequence[int] = (0,), kv_layout: str = "unified", adapters: Sequence[Adapter] = (),
-        mtp_drafts: int = 0,
+        mtp_drafts: int = 0, inner_layers: Sequence[int] = (), drafter: Path | None = None,
     ) -> None:  # fmt: skip
         """Use these lanes, in this order."""
         self.lanes = tuple(lanes)
@@ -34,6 +34,8 @@ class Chain:
                 kv_layout=kv_layout,
                 adapters=tuple(adapters),
                 mtp_drafts=mtp_drafts,
+                inner_layers=tuple(inner_layers),
+                drafter=drafter,
             )
             self.engines.append(NativeEngine(config))
         self.table = EmbeddingTable(self.engines[0].artifact)

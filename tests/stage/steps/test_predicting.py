@@ -24,6 +24,8 @@ class FakePredictor:
 
     n_drafts = 2
 
+    begins_with_zeros, what = True, "prediction layers"
+
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
         self.n_takes = 0

@@ -259,7 +259,7 @@ class TakenLayers(_message.Message):
     def __init__(self, layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., address: _Optional[str] = ..., shown_pass: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "adapters", "change", "survey", "stands_by", "beats", "relay_port", "rest", "notice")
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "adapters", "drafter", "change", "survey", "stands_by", "beats", "relay_port", "rest", "notice")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,7 @@ class JoinResponse(_message.Message):
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     SURVEY_FIELD_NUMBER: _ClassVar[int]
     STANDS_BY_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +290,7 @@ class JoinResponse(_message.Message):
     coordinator: str
     listen_port: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterFile]
+    drafter: Drafter
     change: LayerChange
     survey: Survey
     stands_by: bool
@@ -296,7 +298,7 @@ class JoinResponse(_message.Message):
     relay_port: int
     rest: Rest
     notice: str
-    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterFile, _Mapping]]] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ..., relay_port: _Optional[int] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., notice: _Optional[str] = ...) -> None: ...
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterFile, _Mapping]]] = ..., drafter: _Optional[_Union[Drafter, _Mapping]] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ..., relay_port: _Optional[int] = ..., rest: _Optional[_Union[Rest, _Mapping]] = ..., notice: _Optional[str] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "path", "unread")
@@ -321,6 +323,14 @@ class AdapterFile(_message.Message):
     name: str
     scale: float
     def __init__(self, file: _Optional[_Union[ArtifactFile, _Mapping]] = ..., name: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
+
+class Drafter(_message.Message):
+    __slots__ = ("layers", "file")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    file: ArtifactFile
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., file: _Optional[_Union[ArtifactFile, _Mapping]] = ...) -> None: ...
 
 class EngineSettings(_message.Message):
     __slots__ = ("ctx_tokens", "n_lanes", "n_threads", "gpu_layers", "max_rows", "prefill_rows", "kv_type", "policy", "calibrate", "kv_layout", "more")

@@ -98,14 +98,17 @@ class DraftModel:
         return context
 
 
-def check_drafts(path: Path, model: Path) -> None:
-    """Raise UsageError unless a model can draft for another one. Only vocabularies are read."""
+def check_drafts(path: Path, model: Path, *, reads_rows: bool = False) -> None:
+    """Raise UsageError unless a model can draft for another one. Only vocabularies are read.
+
+    `reads_rows`: it drafts from the other one's inner rows, so only its vocabulary must be that of a draft model.
+    """
     errors = LlamaErrors()
     draft = _loaded(path, errors)
     try:
         served = _loaded(model, errors)
         try:
-            _check_pair(path, draft, served)
+            (_check_vocabularies if reads_rows else _check_pair)(path, draft, served)
         finally:
             llama.llama_model_free(served)
     finally:
@@ -132,13 +135,21 @@ def _check_pair(path: Path, draft: Any, served: Any) -> None:
         raise UsageError(f"{path}: it has recurrent states, which cannot be taken back after a wrong guess")
     if llama.llama_model_has_encoder(draft) or not llama.llama_model_has_decoder(draft):
         raise UsageError(f"{path}: it is no model that continues text")
+    _check_vocabularies(path, draft, served)
+
+
+def _check_vocabularies(path: Path, draft: Any, served: Any) -> None:
     n_draft, n_served = _n_tokens(draft), _n_tokens(served)
     if abs(n_draft - n_served) > _VOCAB_DIFFERENCE_MAX:
         text = f"its vocabulary has {n_draft:,} tokens, that of the model {n_served:,}"
         raise UsageError(f"{path}: {text}; {_SAME}")
     vocabularies = [llama.llama_model_get_vocab(each) for each in (draft, served)]
-    if all(llama.llama_vocab_type(each) == llama.LLAMA_VOCAB_TYPE_NONE for each in vocabularies):
-        return  # tokens without texts
+    have_texts = [llama.llama_vocab_type(each) != llama.LLAMA_VOCAB_TYPE_NONE for each in vocabularies]
+    if not any(have_texts):
+        return
+    if not all(have_texts):  # llama.cpp would abort
+        who = "its tokens" if have_texts[1] else "the model's tokens"
+        raise UsageError(f"{path}: {who} have no texts; {_SAME}")
     for token in range(min(n_draft, n_served)):
         ours, theirs = (llama.llama_vocab_get_text(each, token) for each in vocabularies)
         if ours != theirs:

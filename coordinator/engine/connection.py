@@ -82,6 +82,8 @@ class EpochTerms:
     """Whether the last stage links to stage 0."""
     adapters: tuple[str, ...] = NO_ADAPTERS
     """A key of each choice of LoRA adapters, which all stages are to have."""
+    inner_layers: tuple[int, ...] = ()
+    """Layers whose inputs all stages are to hand on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +145,14 @@ class Connection:
             if revocations is not None:
                 await check_servers(addresses, security, revocations, events.on_heard)
             facts = await _describe_all(stages, events.on_heard)
-            check_stages(addresses, facts, pipeline, wants_rows=terms.wants_rows, adapters=terms.adapters)
+            check_stages(
+                addresses,
+                facts,
+                pipeline,
+                wants_rows=terms.wants_rows,
+                adapters=terms.adapters,
+                inner_layers=terms.inner_layers,
+            )
             if revocations is not None:
                 await tell(stages, revocations)
             held: list[dict[int, int]] = []

@@ -134,9 +134,10 @@ def check_stages(
     *,
     wants_rows: bool = False,
     adapters: Sequence[str] = NO_ADAPTERS,
+    inner_layers: Sequence[int] = (),
 ) -> None:
     """Check the stages' descriptions against the pipeline, in order. `wants_rows`: stage 0 gets rows of images.
-    `adapters`: a key of each choice of LoRA adapters.
+    `adapters`: a key of each choice of LoRA adapters. `inner_layers`: those whose inputs all are to hand on.
 
     Raises HandshakeError.
     """
@@ -163,9 +164,24 @@ def check_stages(
         if (tuple(fact.adapters) or NO_ADAPTERS) != tuple(adapters):
             text = "has other LoRA adapters than the coordinator; give both the same --lora and one version"
             raise HandshakeError(f"{address} {text}")
+        _check_inner(address, fact, inner_layers)
     if wants_rows and not facts[0].takes_rows:
         text = "cannot take image rows; run this version of relayline there, or start the coordinator without --mmproj"
         raise HandshakeError(f"{addresses[0]} {text}")
+
+
+def _check_inner(address: str, fact: pb.DescribeResponse, layers: Sequence[int]) -> None:
+    """Hold which layers' inputs a stage hands on against those that the draft model of the pipeline reads."""
+    found = list(fact.inner_layers)
+    if found == list(layers):
+        return
+    if layers:
+        text = "does not hand on the inner rows that the EAGLE-3 model reads"
+        helps = "run this version of relayline there with the same --draft-model, or serve without it"
+    else:
+        text = "hands on inner rows for an EAGLE-3 model, and the coordinator has none"
+        helps = "give both the same --draft-model"
+    raise HandshakeError(f"{address} {text}; {helps}")
 
 
 def _check_rope(first_address: str, first: pb.DescribeResponse, address: str, fact: pb.DescribeResponse) -> None:

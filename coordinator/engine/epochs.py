@@ -200,6 +200,7 @@ class Epochs:
             known_prefixes=self._conductor.prefixes.known_keys(),
             gives_grants=config.schedule.grant_steps > 0,
             adapters=config.adapter_keys,
+            inner_layers=config.inner_layers,
         )
         connection = await Connection.open(peers, file, terms, EpochEvents(self._on_return, self.lose, self._on_heard))
         if file is not self.file:

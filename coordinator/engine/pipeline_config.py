@@ -28,6 +28,8 @@ class PipelineConfig:
     """The request settings of the settings table. `schedule` and `wire_dtype` are derived from it too."""
     adapters: tuple[Adapter, ...] = ()
     """The LoRA adapters that `serving` names, read."""
+    inner_layers: tuple[int, ...] = ()
+    """Layers whose inputs all stages are to hand on, for an EAGLE-3 model on the last one."""
     start_timeout_s: float = 60.0
     """How long the stages may take to become reachable at the start."""
     recovery_timeout_s: float = 120.0

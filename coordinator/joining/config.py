@@ -19,6 +19,7 @@ from relayline.wire.links import enrolment
 from relayline.wire.links.join_code import JoinCode
 from relayline.wire.links.roles import Identity
 from relayline.wire.model_files.adapters import Adapter
+from relayline.wire.model_files.eagle3 import Drafter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.setting import write_message
 from relayline.wire.settings.table import EngineSettings
@@ -173,6 +174,8 @@ class JoinConfig:
     """Reads the artifacts of a hollow model from the hub; None where the weights are here, or the model is unknown."""
     adapters: tuple[Adapter, ...] = ()
     """LoRA adapters, in the order in which sessions choose them."""
+    drafter: Drafter | None = None
+    """An EAGLE-3 model, which the last stage gets; None: there is none."""
     known: PoolState | None = None
     """The holders of layers; by default every stage that is no spare."""
     fixed: tuple[str, ...] = ()

@@ -35,6 +35,8 @@ from relayline.wire.links import rpc
 from relayline.wire.links.refusals import peer_of
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, address_of
 from relayline.wire.model_files.adapters import CACHED_NAME, Adapter
+from relayline.wire.model_files.eagle3 import CACHED_NAME as DRAFTER_NAME
+from relayline.wire.model_files.eagle3 import Drafter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
@@ -155,6 +157,11 @@ class JoinService(MemberService):
         if self._config.offer_path and not stage.unread:
             order.artifact.path = str((split.directory / stage.file).resolve())
         order.pipeline_json = split.pipeline_json
+        if self._config.drafter is not None:
+            is_last = order.stage_index == order.stage_count - 1
+            order.drafter.CopyFrom(
+                _drafter_message(self._config.drafter, is_last=is_last, offers_path=self._config.offer_path)
+            )
         order.adapters.extend(
             [_adapter_message(each, offers_path=self._config.offer_path) for each in self._config.adapters]
         )
@@ -298,7 +305,7 @@ class JoinService(MemberService):
     # --- artifacts ----------------------------------------------------------------------------------------------------
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
-        """Send the caller's own artifact, or an adapter, from an offset on."""
+        """Send the caller's own artifact, an adapter or a draft model, from an offset on."""
         try:
             member = self._member_of(request)
             size_bytes, chunks = self._file_of(member.index, request)
@@ -321,12 +328,15 @@ class JoinService(MemberService):
     def _file_of(self, index: int, request: pb.FetchRequest) -> tuple[int, Chunks]:
         """Return the size of the requested file, and what reads the requested bytes.
 
-        A request names a file by its content, and only the stage's own files and the adapters can be had.
+        A request names a file by its content, and only the stage's own files, the adapters and the draft model can be
+        had.
         """
         sha256, offset, end = request.sha256, request.offset, request.end
-        for adapter in self._config.adapters:
-            if sha256 == adapter.sha256:
-                return adapter.size_bytes, read_chunks(adapter.path, offset, adapter.size_bytes, end)
+        whole: list[Adapter | Drafter] = [*self._config.adapters]
+        whole += [self._config.drafter] if self._config.drafter is not None else []
+        for file in whole:
+            if sha256 == file.sha256:
+                return file.size_bytes, read_chunks(file.path, offset, file.size_bytes, end)
         split, stage = self._part_of(index, sha256)
         if stage is None or sha256 not in ("", stage.sha256):
             raise ArtifactError("that artifact is not for this stage; a planned change was cancelled")
@@ -349,6 +359,15 @@ class JoinService(MemberService):
                 return self._next, stage
         holders = self._roster.holders
         return self._split, self._split.file.stages[holders.index(index)] if index in holders else None
+
+
+def _drafter_message(drafter: Drafter, *, is_last: bool, offers_path: bool) -> pb.Drafter:
+    message = pb.Drafter(layers=drafter.layers)
+    if is_last:
+        path = str(drafter.path) if offers_path else ""
+        file = pb.ArtifactFile(file=DRAFTER_NAME, size_bytes=drafter.size_bytes, sha256=drafter.sha256, path=path)
+        message.file.CopyFrom(file)
+    return message
 
 
 def _adapter_message(adapter: Adapter, *, offers_path: bool) -> pb.AdapterFile:

@@ -27,12 +27,18 @@ if TYPE_CHECKING:
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.config import JoinConfig as StageJoinConfig
     from relayline.wire.model_files.adapters import Adapter
+    from relayline.wire.model_files.eagle3 import Drafter
     from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 Command = Callable[..., Any]
 # Parameters that mean nothing where stages have been started already, and that a stage which joins cannot have.
 ENGINE_FLAGS = tuple(entry.parameter for entry in entries(EngineSettings) if entry.reader is Reader.STAGE)
-SET_BY_ORDER = (*(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins), "no_verify", "lora")
+SET_BY_ORDER = (
+    *(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins),
+    "no_verify",
+    "lora",
+    "draft_model",
+)
 
 
 relay_option = click.option(
@@ -187,12 +193,15 @@ def coordinator_join(
     )
 
 
-def served_join(given: dict[str, Any], split: ServedSplit, adapters: tuple[Adapter, ...]) -> JoinConfig | None:
+def served_join(
+    given: dict[str, Any], split: ServedSplit, adapters: tuple[Adapter, ...], drafter: Drafter | None
+) -> JoinConfig | None:
     """Return how stages join a split that is served, with each one's own settings; None if their addresses are given.
 
-    Raises as `coordinator_join`.
+    `drafter`: an EAGLE-3 model. Raises as `coordinator_join`.
     """
     join = coordinator_join(given, split.n_stages, adapters, split.known, split.open_unread)
+    join = join and dataclasses.replace(join, drafter=drafter)
     return for_each_stage(join, given["manifest"], split.architecture, given_settings(given))
 
 

@@ -103,7 +103,7 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.serve import run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
     from relayline.deploy.launch.checks import check_files
-    from relayline.deploy.launch.companions import served_companions
+    from relayline.deploy.launch.served_companions import served_companions
     from relayline.wire.links.ports import check_free
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
@@ -132,21 +132,22 @@ def serve_command(**given: Any) -> None:
     planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
     names = given_names(given)
     split = served_split(given, (*names, *given_spares(given)) if names else ())
-    serving, adapters = served_companions(serving, given, split.directory)
+    made = served_companions(serving, given, split.directory, split.open_unread)
     config = ServeConfig(
         pipeline_dir=split.directory,
         pipeline=PipelineConfig(
             addresses=given["stages"] or (),
             names=names,
             wire_dtype=DTYPE_BY_NAME[serving.wire],
-            schedule=schedule,
-            serving=serving,
-            adapters=adapters,
+            schedule=made.scheduled(schedule),
+            serving=made.serving,
+            adapters=made.adapters,
+            inner_layers=made.inner_layers,
             security=security,
             name=given["manifest"].name if given["manifest"] is not None else "",
         ),
         http=listener,
-        join=served_join(given, split, adapters),
+        join=served_join(given, split, made.adapters, made.drafter),
         cut_model=split.cut_model,
         read_shape=split.read_shape,
         on_moved=split.on_moved,

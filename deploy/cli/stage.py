@@ -34,6 +34,7 @@ from relayline.wire.common.texts import named_layers
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import check_listen
 from relayline.wire.model_files.adapters import load_adapters
+from relayline.wire.model_files.eagle3 import load_inner
 from relayline.wire.settings.setting import entry_of, from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings
 
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 @telemetry_options
 @engine_options
 @setting_option(entry_of(ServingSettings, "lora"))
+@setting_option(entry_of(ServingSettings, "draft_model"))
 @security_options
 @log_options
 @supervised_option
@@ -95,6 +97,7 @@ def stage_command(**given: Any) -> None:
         port=port,
         engine=from_parameters(EngineSettings, given),
         adapters=load_adapters(given["lora"]),
+        inner=load_inner(given["draft_model"]),
         verify=not given["no_verify"],
         telemetry=telemetry_config(given),
         metrics=given["metrics"],

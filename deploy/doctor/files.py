@@ -23,7 +23,7 @@ from relayline.deploy.launch.projector import check_projector_of
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.deploy.manifest.model import AUTO_PROJECTOR
 from relayline.deploy.models.model_source import check_here, is_on_hub, projector_here
-from relayline.deploy.planning.drafting import draft_memory, encoder_bytes
+from relayline.deploy.planning.drafting import draft_memory, eagle3_of, encoder_bytes
 from relayline.stage.joining.artifact_store import cached
 from relayline.wire.common.errors import ArtifactError, RelaylineError, UsageError
 from relayline.wire.common.file_hash import noted_sha256, sha256_of
@@ -76,6 +76,9 @@ def look_draft_model(manifest: Manifest) -> list[Finding]:
             check_draft_model(serving, model)
     except (RelaylineError, OSError) as error:
         return [failure("draft model", " ".join(str(error).split()), "correct coordinator.draftModel in the manifest")]
+    if (eagle := eagle3_of(serving)) is not None:
+        size = f"{eagle.weights_bytes / GIB:.2f} GiB"
+        return [ok("draft model", f"{serving.draft_model}: an EAGLE-3 model of {size}, counted on the last stage")]
     memory = draft_memory(serving)
     if memory is None:
         return [warning("draft model", f"{serving.draft_model}: its memory is not known", "leave room for its file")]

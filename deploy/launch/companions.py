@@ -1,25 +1,20 @@
-"""The files that are served with a model: its projector, a draft model, and LoRA adapters."""
+"""The files that are served with a model, before it is split: its projector, a draft model, and LoRA adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from relayline.coordinator.http.edge.limits import limits_of
-from relayline.coordinator.model.adapters import check_of_model, check_of_split
+from relayline.coordinator.model.adapters import check_of_model
 from relayline.coordinator.model.inspection import inspect_model
-from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.projectors import read_projector
-from relayline.coordinator.model.slices import TOKENIZER_NAME
 from relayline.deploy.launch.draft_model import (
     check_draft_memory,
     check_draft_model,
-    served_draft_model,
     with_draft_model,
 )
+from relayline.deploy.launch.eagle3 import check_one_drafter, warn_of_unused_eagle3
 from relayline.deploy.launch.prepare import override
-from relayline.deploy.launch.projector import check_images, served_projector, with_projector
+from relayline.deploy.launch.projector import check_images, with_projector
 from relayline.deploy.machine.facts import available_memory_bytes
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.model import AUTO_PROJECTOR
@@ -27,7 +22,7 @@ from relayline.deploy.models.model_source import check_here
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import expanded
 from relayline.wire.model_files.adapter_texts import placed
-from relayline.wire.model_files.adapters import Adapter, load_adapters, read_named
+from relayline.wire.model_files.adapters import read_named
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import KEPT_DIRECTORIES, ServingSettings
 
@@ -67,32 +62,10 @@ def check_companions(manifest: Manifest, model: Path, *, may_run: bool = False) 
     """
     check_images(manifest, model)
     check_draft_model(manifest.serving, model)
+    check_one_drafter(manifest.serving, manifest.engine)
+    warn_of_unused_eagle3(manifest, model)
     if not may_run:
         check_draft_memory(manifest.serving, available_memory_bytes())
     if manifest.serving.lora:
         facts = inspect_model(model)
         check_of_model(read_named(manifest.serving.lora), model, facts.architecture, facts.n_layers)
-
-
-def served_companions(
-    serving: ServingSettings, given: Mapping[str, Any], split: Path
-) -> tuple[ServingSettings, tuple[Adapter, ...]]:
-    """Return the settings of `serve` with the paths of projector and draft model, and the adapters. Blocks.
-
-    Raises UsageError or ModelFileError for a file that is missing, or of another model.
-    """
-    adapters = served_adapters(serving, split)
-    return served_draft_model(served_projector(serving, given), split / TOKENIZER_NAME), adapters
-
-
-def served_adapters(serving: ServingSettings, split: Path) -> tuple[Adapter, ...]:
-    """Return the adapters that are served with a split, each read whole. Blocks.
-
-    Raises ModelFileError for one of another model, UsageError for one with a name of the model itself.
-    """
-    adapters = load_adapters(serving.lora)
-    if adapters:
-        file = load_pipeline(split, stages_here=False)
-        aliases = limits_of(serving).model_aliases
-        check_of_split(adapters, file, [serving.model_id or file.model_name, *aliases])
-    return adapters

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from relayline.coordinator.drafting.draft_model import check_drafts
+from relayline.coordinator.model.eagle3 import target_of
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import check_has_weights, check_whole
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.deploy.launch.eagle3 import check_eagle3, target_in
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest
@@ -19,6 +22,7 @@ from relayline.deploy.planning.drafting import Gpus, draft_memory, gpus_bytes
 from relayline.wire.common.errors import ModelFileError, StartError, UsageError
 from relayline.wire.common.places import expanded
 from relayline.wire.common.units import GIB
+from relayline.wire.model_files.eagle3 import is_eagle3, read_eagle3
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.model_files.model_check import check_header
 from relayline.wire.settings.setting import entry_of
@@ -77,6 +81,9 @@ def check_draft_model(serving: ServingSettings, model: Path) -> None:
         return
     path = Path(serving.draft_model)
     with _about_draft_model():
+        if is_eagle3(path):
+            check_eagle3(read_eagle3(path), target_in(model), model)
+            return
         check_header(read_header(path))
         draft = open_model(path)
         check_whole(draft)
@@ -116,10 +123,17 @@ def served_draft_model(serving: ServingSettings, split_tokenizer: Path) -> Servi
     """Return the settings of `serve` with the draft model's path. Raises as `find_draft_model` and
     `check_draft_model`.
 
-    `split_tokenizer`: the file with the vocabulary of the split that is served.
+    `split_tokenizer`: the file with the vocabulary of the split that is served, in its directory.
     """
     if not serving.draft_model:
         return serving
-    serving = dataclasses.replace(serving, draft_model=str(find_draft_model(serving.draft_model)))
-    check_draft_model(serving, split_tokenizer)
+    path = find_draft_model(serving.draft_model)
+    serving = dataclasses.replace(serving, draft_model=str(path))
+    with _about_draft_model():
+        is_eagle = is_eagle3(path)
+        if is_eagle:
+            target = target_of(load_pipeline(split_tokenizer.parent, stages_here=False))
+            check_eagle3(read_eagle3(path), target, split_tokenizer)
+    if not is_eagle:
+        check_draft_model(serving, split_tokenizer)
     return serving

@@ -14,9 +14,8 @@ from relayline.deploy.launch.prepare import find_model
 from relayline.deploy.machine.gpus import Gpu, known_gpus
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.smallest import StageFlags
-from relayline.deploy.planning.drafting import draft_memory
+from relayline.deploy.planning.drafting import draft_memory, drafted_shape
 from relayline.deploy.planning.inputs import load_of
-from relayline.deploy.planning.shapes import shape_of
 from relayline.stage.engine.device_choice import each_once
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.settings.device_texts import NO_DEVICE, read_devices
@@ -43,7 +42,9 @@ def with_usual_gpu(manifest: Manifest, flags: StageFlags, gpus: Callable[[], Seq
         return flags
     draft = draft_memory(manifest.serving, gpus)
     draft_bytes = 0 if draft is None or draft.gpu is None else draft.gpu.total_bytes
-    return offloaded(flags, found, shape_of(facts), load_of(manifest, facts.architecture), draft_bytes)
+    return offloaded(
+        flags, found, drafted_shape(facts, manifest.serving), load_of(manifest, facts.architecture), draft_bytes
+    )
 
 
 def offloaded(

@@ -173,7 +173,7 @@ def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
         n_stages=len(pipeline.stages),
         known=known,
         cut_model=cutter(model),
-        read_shape=shape_reader(model, given["lora"]),
+        read_shape=shape_reader(model, given["lora"], given["draft_model"]),
         on_moved=keeper(kept, base),
         open_unread=opener(model),
     )

@@ -59,21 +59,25 @@ def cutter(model: Path | None) -> Cut | None:
     return cut
 
 
-def shape_reader(model: Path | None, lora: str = "") -> ReadShape | None:
+def shape_reader(model: Path | None, lora: str = "", draft_model: str = "") -> ReadShape | None:
     """Return what reads the sizes of a model by which its layers are given to hosts, None without a model.
 
-    `lora`: the setting of its adapters, which count as parts of its layers.
+    `lora`: the setting of its adapters, which count as parts of its layers. `draft_model`: that of its draft model; an
+    EAGLE-3 model counts as a part of the head.
     """
     if model is None:
         return None
 
     def read() -> ModelShape:
         from relayline.coordinator.model.inspection import inspect_model
-        from relayline.deploy.planning.shapes import shape_of
+        from relayline.deploy.planning.drafting import drafted_shape, eagle3_of
         from relayline.wire.model_files.adapters import layer_bytes_of
+        from relayline.wire.settings.table import ServingSettings
 
-        shape, more = shape_of(inspect_model(model)), layer_bytes_of(lora)
+        serving = ServingSettings(draft_model=draft_model)
+        shape, more = drafted_shape(inspect_model(model), serving), layer_bytes_of(lora)
         layer_bytes = itertools.zip_longest(shape.layer_bytes, more, fillvalue=0)
-        return dataclasses.replace(shape, layer_bytes=tuple(map(sum, layer_bytes)))
+        head_bytes = shape.head_bytes + (shape.prediction_bytes if eagle3_of(serving) is not None else 0)
+        return dataclasses.replace(shape, layer_bytes=tuple(map(sum, layer_bytes)), head_bytes=head_bytes)
 
     return read

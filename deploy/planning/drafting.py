@@ -12,7 +12,7 @@ from typing import NamedTuple
 from relayline.coordinator.drafting.streams import STEP_ROWS_MAX
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
-from relayline.coordinator.planner.instance import Gpu, Load, Offload
+from relayline.coordinator.planner.instance import Gpu, Load, ModelShape, Offload
 from relayline.coordinator.planner.memory import COORDINATOR_BYTES, PROCESS_BYTES, StageMemory, stage_memory
 from relayline.deploy.machine.addresses import is_this_machine
 from relayline.deploy.machine.gpus import Gpu as GpuHere
@@ -24,18 +24,55 @@ from relayline.deploy.planning.shapes import shape_of
 from relayline.stage.engine.device_choice import each_once
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import expanded
-from relayline.wire.settings.table import ServingSettings
+from relayline.wire.model_files.eagle3 import GUESSES, Eagle3File, is_eagle3, read_eagle3, widened
+from relayline.wire.settings.table import EngineSettings, ServingSettings
 
+KV_F16_BYTES = 2
 Gpus = Callable[[], Sequence[GpuHere]]
 
 
-def draft_memory(serving: ServingSettings, gpus: Gpus = known_gpus) -> StageMemory | None:
-    """Return what the draft model of these settings takes; None where there is none.
+def eagle3_of(serving: ServingSettings) -> Eagle3File | None:
+    """Return the draft model of these settings where it is an EAGLE-3 model, which drafts on the last stage; else None.
 
     None also where its file is not here yet or cannot be read: its next reader reports that.
     """
     path = Path(serving.draft_model)
     if not serving.draft_model or not path.exists():
+        return None
+    try:
+        return read_eagle3(path) if is_eagle3(path) else None
+    except RelaylineError:
+        return None
+
+
+def drafted_shape(facts: ModelFacts, serving: ServingSettings) -> ModelShape:
+    """Return the sizes of a model with what an EAGLE-3 model of these settings adds: on the last stage its weights and
+    cells, between stages the inner rows that it reads.
+    """
+    shape, eagle = shape_of(facts), eagle3_of(serving)
+    if eagle is None:
+        return shape
+    table_bytes = 0 if eagle.has_table else shape.embedding_bytes
+    return dataclasses.replace(
+        shape,
+        prediction_bytes=eagle.weights_bytes + table_bytes,
+        prediction_kv_bytes=KV_F16_BYTES * eagle.kv_values,
+        row_widths=widened(facts.row_widths, facts.n_embd, eagle.layers),
+    )
+
+
+def guesses_of(serving: ServingSettings, engine: EngineSettings) -> int:
+    """Return how many tokens the last stage guesses behind a sample; 0: it holds nothing to guess with."""
+    return GUESSES if eagle3_of(serving) is not None else engine.mtp_drafts
+
+
+def draft_memory(serving: ServingSettings, gpus: Gpus = known_gpus) -> StageMemory | None:
+    """Return what the draft model of these settings takes on the coordinator's machine; None where there is none.
+
+    None also where its file is not here yet or cannot be read: its next reader reports that.
+    """
+    path = Path(serving.draft_model)
+    if not serving.draft_model or not path.exists() or eagle3_of(serving) is not None:
         return None
     try:
         facts = inspect_model(path)

@@ -32,6 +32,8 @@ from relayline.deploy.manifest.stage import Link as StageLink
 from relayline.deploy.planning.busy import bounded
 from relayline.deploy.planning.drafting import (
     Reserved,
+    drafted_shape,
+    guesses_of,
     has_coordinator,
     offloads_beside_draft,
     reserved_for_coordinator,
@@ -39,7 +41,7 @@ from relayline.deploy.planning.drafting import (
 from relayline.deploy.planning.gpu_speeds import UNKNOWN, GpuSpeed, speed_of
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
-from relayline.deploy.planning.shapes import bytes_of_weight, runs_ahead, shape_of
+from relayline.deploy.planning.shapes import bytes_of_weight, runs_ahead
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
@@ -68,7 +70,7 @@ def load_of(manifest: Manifest, architecture: str, n_streams: int = 0) -> Load:
         max_rows=engine.max_rows,
         n_streams=n_streams,
         rewind_rows=engine.rewind_rows,
-        mtp_drafts=engine.mtp_drafts,
+        mtp_drafts=guesses_of(manifest.serving, engine),
         prefix_memory_bytes=max(0, engine.prefix_memory_bytes),  # auto takes only memory that is left
         adapter_bytes=layer_bytes_of(manifest.serving.lora),
     )
@@ -139,13 +141,17 @@ def instance_of(
     hosts = [dataclasses.replace(host, link=link) for host, link in zip(hosts, links[1:], strict=True)]
     coordinator = machines.get("localhost") if is_coordinator_here else None
     return Instance(
-        shape_of(facts), tuple(hosts), load_of(manifest, facts.architecture, n_streams), links[0], coordinator
+        drafted_shape(facts, manifest.serving),
+        tuple(hosts),
+        load_of(manifest, facts.architecture, n_streams),
+        links[0],
+        coordinator,
     )
 
 
 def memory_of(manifest: Manifest, facts: ModelFacts, cuts: Sequence[int]) -> list[StageMemory]:
     """Return the memory of each stage of a manifest, cut so."""
-    shape, load = shape_of(facts), load_of(manifest, facts.architecture)
+    shape, load = drafted_shape(facts, manifest.serving), load_of(manifest, facts.architecture)
     offloads = offloads_beside_draft(manifest, facts)
     edges = ranges(facts.n_layers, cuts)
     return [stage_memory(shape, load, *edge, offload) for edge, offload in zip(edges, offloads, strict=True)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from relayline.coordinator.model import family_rules as rules
+from relayline.coordinator.model.eagle3 import FAMILIES as EAGLE3_FAMILIES
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.family import Family
 from relayline.coordinator.model.refused_families import REFUSED
@@ -30,6 +31,9 @@ a projector: [which ones are served](http-api.md#images).
 
 Layers for the prediction of further tokens (MTP) are left out of all stages, except in these families. There the last
 stage has them, and [can draft by them](../explanation/drafts.md#prediction-layers): {predicting}.
+
+An [EAGLE-3 model](../explanation/drafts.md#eagle-3-models) can draft for models of these families, if their rows have
+no further parts: {drafted}.
 
 ## Certified
 
@@ -65,7 +69,12 @@ def page() -> str:
         by_reason[reason].append(name)
     refused = [f"| {reason} | {_listed(sorted(names))} |" for reason, names in by_reason.items()]
     predicting = _listed(name for name in sorted(FAMILIES) if FAMILIES[name].predicts)
-    head = HEAD.format(n_certified=len(FAMILIES), n_all=len(FAMILIES) + len(REFUSED), predicting=predicting)
+    head = HEAD.format(
+        n_certified=len(FAMILIES),
+        n_all=len(FAMILIES) + len(REFUSED),
+        predicting=predicting,
+        drafted=_listed(sorted(EAGLE3_FAMILIES)),
+    )
     return head + "\n".join(rows) + "\n" + EXCEPT + "\n".join(some) + "\n" + REFUSED_HEAD + "\n".join(refused) + "\n"
 
 

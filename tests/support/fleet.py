@@ -34,6 +34,7 @@ from relayline.wire.common.errors import (
 from relayline.wire.common.process import first_of
 from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.model_files.adapters import Adapter
+from relayline.wire.model_files.eagle3 import InnerRows
 from relayline.wire.settings.table import ServingSettings
 from tests.support.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.support.fakes import pipeline_file
@@ -137,7 +138,9 @@ class Fleet:
         tier_dir: Path | None = None,
         adapters: tuple[Adapter, ...] = (),
         mtp_drafts: int = 0,
+        inner: InnerRows | None = None,
     ) -> None:
+        self._inner = inner
         self._tier_dir, self._adapters, self._mtp_drafts = tier_dir, adapters, mtp_drafts
         self._run_ahead, self._window_cells = run_ahead, window_cells
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, ctx_tokens, kv_layout
@@ -167,6 +170,7 @@ class Fleet:
             run_ahead=self._run_ahead,
             window_cells=self._window_cells,
             adapters=self._adapters,
+            inner=self._inner,
             verify=False,
             calibrate=False,
         )
@@ -243,19 +247,18 @@ async def fleet(
     adapters: tuple[Adapter, ...] = (),
     draft_model: Path | None = None,
     mtp_drafts: int = 0,
+    inner: InnerRows | None = None,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone.
 
     `draft_model`: the file of a model that drafts in a process of its own; it has the vocabulary of the tiny one.
+    `inner`: an EAGLE-3 model on the last stage, with the rows that it reads.
     """
     made = Fleet(
         paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens, window_cells, tier_dir,
-        adapters, mtp_drafts)  # fmt: skip
+        adapters, mtp_drafts, inner)  # fmt: skip
     proxies = contextlib.AsyncExitStack()
-    # What comes back is no question of measured prices: a tiny model may read a prompt in the time of a copy.
-    free = proxies.enter_context(pytest.MonkeyPatch.context())
-    free.setattr(SavedLanes, "token_ns", 0.0)
-    free.setattr(stage_client, "STATUS_TIMEOUT_S", 60.0)  # no stage is left out of a picture because the host is busy
+    _measure_nothing(proxies.enter_context(pytest.MonkeyPatch.context()))
     try:
         for index in range(len(paths)):
             await made.start(index)
@@ -273,8 +276,8 @@ async def fleet(
         draft_model_tokens=16_384 if draft_model is not None else 0)  # fmt: skip
     addresses = tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses)
     config = PipelineConfig(
-        addresses, DTYPE_F32, schedule, serving=serving, recovery_timeout_s=recovery_timeout_s, adapters=adapters
-    )
+        addresses, DTYPE_F32, schedule, serving=serving, recovery_timeout_s=recovery_timeout_s, adapters=adapters,
+        inner_layers=inner.layers if inner is not None else ())  # fmt: skip
     file = file or pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, is_end)
     disconnect = pipeline.epochs.disconnect
@@ -286,6 +289,12 @@ async def fleet(
     pipeline.epochs.disconnect = noticed  # type: ignore[method-assign]
     async with _running(made, proxies, serving, draft_model):
         yield made
+
+
+def _measure_nothing(free: pytest.MonkeyPatch) -> None:
+    """What comes back is no question of measured prices: a tiny model may read a prompt in the time of a copy."""
+    free.setattr(SavedLanes, "token_ns", 0.0)
+    free.setattr(stage_client, "STATUS_TIMEOUT_S", 60.0)  # no stage is left out of a picture because the host is busy
 
 
 @contextlib.asynccontextmanager

@@ -393,7 +393,8 @@ class ServingSettings(Settings):
         "",
         """
     A small GGUF model with the same vocabulary. It drafts tokens beside the coordinator, and stages verify them. Tokens
-    that it guesses right cost a part of a step.""",
+    that it guesses right cost a part of a step. An EAGLE-3 model drafts on the last stage instead, from inner rows that
+    all stages hand on.""",
         flag="--draft-model",
         place="coordinator.draftModel",
         reader=COORDINATOR,

@@ -28,6 +28,7 @@ from relayline.wire.common.errors import (
     VersionError,
 )
 from relayline.wire.links import rpc
+from relayline.wire.model_files.eagle3 import Drafter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.table import EngineSettings
 from tests.support.join_support import JoinPort, content, join_port
@@ -68,6 +69,20 @@ async def test_only_the_last_stage_hears_of_prediction_layers(tmp_path: Path) ->
     async with asyncio.timeout(60), join_port(tmp_path / "split", EngineSettings(mtp_drafts=2)) as port:
         members = [await port.join(name, name) for name in ("box1", "box2")]
         assert [member.order.engine.more.get("mtp_drafts", "") for member in members] == ["", "2"]
+        for member in members:
+            await member.close()
+
+
+async def test_all_stages_hear_of_inner_rows_and_the_last_one_gets_the_draft_model(tmp_path: Path) -> None:
+    path = tmp_path / "eagle.gguf"
+    path.write_bytes(content(7))
+    drafter = Drafter(path, (1, 2, 4), len(content(7)), "7" * 64)
+    async with asyncio.timeout(60), join_port(tmp_path / "split", drafter=drafter) as port:
+        members = [await port.join(name, name) for name in ("box1", "box2")]
+        assert [list(member.order.drafter.layers) for member in members] == [[1, 2, 4]] * 2
+        assert [member.order.drafter.file.path for member in members] == ["", str(path)]
+        chunks = [chunk.data async for chunk in members[1].fetch(0, "7" * 64)]
+        assert b"".join(chunks) == content(7)
         for member in members:
             await member.close()
 

@@ -8,8 +8,9 @@ import pytest
 
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.launch.checks import check_before_work
-from relayline.deploy.launch.companions import check_companions, served_adapters, with_companions
+from relayline.deploy.launch.companions import check_companions, with_companions
 from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.served_companions import served_adapters
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.load import load_manifest

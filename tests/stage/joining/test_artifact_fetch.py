@@ -24,9 +24,11 @@ from relayline.stage.joining import artifact_fetch, artifact_store
 from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.artifact_store import USED, Slot, Writer, cached
 from relayline.stage.joining.client import Member
+from relayline.stage.joining.config import JoinConfig
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StageLostError, StartError
 from relayline.wire.common.units import bytes_text
 from relayline.wire.model_files.adapters import Adapter
+from relayline.wire.model_files.eagle3 import Drafter, InnerRows
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from tests.support.join_support import content, join_port
 
@@ -399,6 +401,21 @@ async def test_adapters_of_the_order_are_fetched_too_and_once(tmp_path: Path, re
     assert {entry.file for entry in cached(tmp_path / "cache")} == {"stage-0.gguf", "lora.gguf"}
     asked, used = (tmp_path / "cache" / adapter.sha256 / name for name in ("lora.gguf", USED))
     assert used.stat().st_mtime_ns > asked.stat().st_mtime_ns, "the file's own time says when it was fetched"
+
+
+async def test_the_last_stages_draft_model_is_fetched_too(tmp_path: Path) -> None:
+    path = tmp_path / "eagle.gguf"
+    path.write_bytes(content(7))
+    drafter = Drafter(path, (1, 2, 4), path.stat().st_size, hashlib.sha256(content(7)).hexdigest())
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split", drafter=drafter) as port:
+        for name, fetched in (("box1", None), ("box2", content(7))):
+            member = await port.join(name)
+            files = await obtain(member, tmp_path / "cache", Load(), always_fetch=True)
+            assert (files.drafter and files.drafter.read_bytes()) == fetched
+            joining = JoinConfig(port.address, name, tmp_path / "cache")
+            config = joining.ordered(member.order, files.artifact, (), "127.0.0.1", drafter=files.drafter)
+            assert config.inner == InnerRows((1, 2, 4), files.drafter)
+            await member.close()
 
 
 async def test_an_adapter_that_arrives_damaged_is_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ FORMS = {
     "tensorSplit": st.sampled_from(("", "3,1")),
     "overrideTensor": st.sampled_from(("", "ffn_.*_exps=CPU")),
     "jaegerUrl": st.sampled_from(("", "http://box:16686/jaeger")),
-    "reasoningBudgetMessage": st.sampled_from(("", "That is enough.\n")),
+    "reasoningBudgetMessage": st.sampled_from(("", "That is enough.\\n")),
     "mediaHosts": st.sampled_from(("", "*", "example.org,*.example.com")),
     "lora": st.one_of(
         st.just(""),

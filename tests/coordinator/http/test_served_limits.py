@@ -38,3 +38,8 @@ def test_the_models_sampling_options_are_those_of_requests_unless_the_setting_sa
     assert limits_of(ServingSettings(sampling_defaults="openai"), recommended) == limits_of(
         ServingSettings(sampling_defaults="openai")
     )
+
+
+def test_last_words_of_the_server_may_have_lines() -> None:
+    serving = ServingSettings(reasoning_budget_message=r"\nEnough.\n", reasoning_budget=5)
+    assert (limits_of(serving).reasoning_budget, limits_of(serving).reasoning_budget_message) == (5, "\nEnough.\n")

@@ -690,8 +690,8 @@ class ServingSettings(Settings):
     )
     reasoning_budget_message: str = setting(
         "",
-        "Text that ends thoughts beyond the budget, before the mark of their end: 192 bytes at most. \\n in it is a new "
-        "line.",
+        "Text that ends thoughts beyond the budget, before the mark of their end: 192 bytes at most. "
+        "\\n in it is a new line.",
         form=read_last_words,
         flag="--reasoning-budget-message",
         place="coordinator.reasoningBudgetMessage",

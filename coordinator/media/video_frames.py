@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import struct
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ _CODINGS = ("h264", "hevc", "av1", "vp9", "vp8", "mpeg4", "mpeg2video", "mpeg1vi
 _DECODERS = (*_CODINGS, "libdav1d", "libvpx", "libvpx-vp9")
 _THREADS = 2  # each has frames of its own in memory
 _AV_TIME_BASE = 1_000_000  # of a second
-_QUARTER = 90  # degrees
+_MATRIX = "<9i"  # of a track, which says how its pictures are turned and mirrored for the screen
 
 
 class Video(NamedTuple):
@@ -171,6 +172,7 @@ class _Choice:
         """`rate`: 0 chooses each."""
         self._rate, self._frames_max = rate, frames_max
         self._graph: Any = None
+        self._matrix = b""  # of the first frame, for all: else they had several sizes
 
     def behind(self, frame: Any) -> list[npt.NDArray[np.uint8]]:
         """Return the frames that are chosen once one more is known; None: no more come."""
@@ -187,19 +189,29 @@ class _Choice:
                 chosen = self._graph.pull()
             except (av.BlockingIOError, av.EOFError):
                 break
-            pixels = np.rot90(chosen.to_ndarray(), round(chosen.rotation / _QUARTER))
-            found.append(np.array(pixels, np.uint8, order="C"))
+            found.append(np.array(_upright(chosen.to_ndarray(), self._matrix), np.uint8, order="C"))
         return found
 
     def _begin(self, frame: Any) -> None:
         import av.filter
 
+        self._matrix = bytes(frame.side_data.get("DISPLAYMATRIX") or b"")
         self._graph = graph = av.filter.Graph()
         source = graph.add_buffer(
             width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
         )
         chosen = [graph.add("fps", f"{self._rate:.6f}")] if self._rate else []
         graph.link_nodes(source, *chosen, graph.add("format", "rgb24"), graph.add("buffersink")).configure()
+
+
+def _upright(pixels: npt.NDArray[np.uint8], matrix: bytes) -> npt.NDArray[np.uint8]:
+    """Return pixels as the matrix shows them. ffmpeg does the same, but for angles between quarters."""
+    if len(matrix) != struct.calcsize(_MATRIX):
+        return pixels
+    x_of_x, y_of_x, _, x_of_y, y_of_y, *_ = struct.unpack(_MATRIX, matrix)
+    if abs(y_of_x) > abs(x_of_x):
+        pixels, x_of_x, y_of_y = pixels.swapaxes(0, 1), x_of_y, y_of_x
+    return pixels[:: -1 if y_of_y < 0 else 1, :: -1 if x_of_x < 0 else 1]
 
 
 def _check_size(width: int, height: int) -> None:

@@ -148,13 +148,25 @@ def test_frames_are_chosen_at_a_rate(n_frames: int, fps: int, sampling: Sampling
 
 
 @needs_video
-def test_a_video_of_a_telephone_stands_upright() -> None:
+@pytest.mark.parametrize(
+    ("matrix", "seen"),
+    [
+        ((0, 1, -1, 0), lambda lying: np.rot90(lying, -1)),  # a telephone's
+        ((0, -1, 1, 0), np.rot90),
+        ((-1, 0, 0, -1), lambda lying: np.rot90(lying, 2)),
+        ((-1, 0, 0, 1), lambda lying: lying[:, ::-1]),  # mirrored, as a camera on the front has it
+        ((1, 0, 0, -1), lambda lying: lying[::-1]),
+        ((0, 1, 1, 0), lambda lying: lying.swapaxes(0, 1)),
+        ((0, -1, -1, 0), lambda lying: np.rot90(lying, 2).swapaxes(0, 1)),
+        ((0, 0, 0, 0), lambda lying: lying),  # some programs write nothing
+    ],
+)
+def test_videos_are_turned_and_mirrored_as_their_track_says(matrix: tuple[int, ...], seen: Any) -> None:
     file = bytearray(video(4, 2, size=(64, 48)))
-    at = file.index(b"tkhd") + 44  # its matrix: turned by a quarter, clockwise
-    file[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 48 << 16, 0, 1 << 30)
+    at, (a, b, c, d) = file.index(b"tkhd") + 44, (each << 16 for each in matrix)
+    file[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     lying, upright = (video_of(each, Sampling()).frames for each in (video(4, 2, size=(64, 48)), bytes(file)))
-    assert upright[0].shape == (64, 48, 3)
-    assert np.array_equal(upright[1], np.rot90(lying[1], -1))
+    assert np.array_equal(upright[1], seen(lying[1]))
 
 
 @needs_video

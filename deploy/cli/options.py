@@ -17,7 +17,7 @@ from relayline.deploy.cli.sections import Sectioned as Sectioned
 from relayline.deploy.cli.setting_flags import Decorator, setting_options
 from relayline.deploy.machine.cores import Cores, read_cores
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.texts import whole_number
+from relayline.wire.common.texts import printable, whole_number
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity, address_of, load_security
 from relayline.wire.settings.setting import entries, entry_of, from_parameters
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Of the file or directory that a command writes; one name everywhere, and --out as some commands had it in 0.1.0.
 OUTPUT = ("--output", "-o", "--out")
+_SHOWN_CHARS = 40  # of a number that is refused
 
 
 class Address(click.ParamType[tuple[str, int]]):
@@ -93,12 +94,13 @@ class _Bounded:
     def _describe_range(self) -> str:
         return ""  # which click would show behind the help's text again
 
-    def check(self, number: float, param: click.Parameter | None, ctx: click.Context | None) -> None:
-        """Raise click's error for a number out of bounds."""
+    def check(self, number: float, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
+        """Raise click's error for a number out of bounds. `value`: as it was given, perhaps with many digits."""
+        given = printable(str(value), _SHOWN_CHARS)
         if self.min_open and number == self.min:
-            raise click.BadParameter(f"{number:.10g} is not above {self.min:.10g}", ctx, param)
+            raise click.BadParameter(f"{given} is not above {self.min:.10g}", ctx, param)
         if (self.min is not None and number < self.min) or (self.max is not None and number > self.max):
-            raise click.BadParameter(f"{number:.10g} is outside {self._bounds}", ctx, param)
+            raise click.BadParameter(f"{given} is outside {self._bounds}", ctx, param)
 
 
 class FloatRange(_Bounded, click.FloatRange):
@@ -112,7 +114,7 @@ class FloatRange(_Bounded, click.FloatRange):
             number = math.nan
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
-        self.check(number, param, ctx)
+        self.check(number, value, param, ctx)
         return number
 
 
@@ -125,7 +127,7 @@ class IntRange(_Bounded, click.IntRange):
             number = int(value)
         except ValueError:
             self.fail(f"{value!r} is not a whole number", param, ctx)
-        self.check(number, param, ctx)
+        self.check(number, value, param, ctx)
         return number
 
 

@@ -253,6 +253,8 @@ def test_a_variable_that_is_not_set_names_nothing(command: str) -> None:
     [
         ("up m.gguf --stages 1e9", "'--stages': '1e9' is not a whole number"),
         ("up m.gguf --stages 65", "'--stages': 65 is outside 1..64"),
+        ("up m.gguf --stages 99999999999", "'--stages': 99999999999 is outside 1..64"),
+        (f"up m.gguf --stages {'9' * 400}", "is outside 1..64"),  # no float is as large
         ("bench http://127.0.0.1:1 --temperature x", "'--temperature': 'x' is not a number"),
         ("top --once --url http://127.0.0.1:99999", "'http://127.0.0.1:99999' is not a URL such as http://127"),
         ("chat hi --url http://", "is not a URL such as http://127.0.0.1:8080"),

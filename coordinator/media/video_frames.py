@@ -34,6 +34,7 @@ from relayline.wire.common.texts import printable
 _CODINGS = ("h264", "hevc", "av1", "vp9", "vp8", "mpeg4", "mpeg2video", "mpeg1video", "h263", "mjpeg", "gif", "theora")
 _DECODERS = (*_CODINGS, "libdav1d", "libvpx", "libvpx-vp9")
 _THREADS = 2  # each has frames of its own in memory
+_MARGIN = 256  # decoders make pictures wider and higher by less, and FFmpeg holds its bound against these
 _AV_TIME_BASE = 1_000_000  # of a second
 _MATRIX = "<9i"  # of a track, which says how its pictures are turned and mirrored for the screen
 
@@ -99,9 +100,10 @@ def _opened(data: bytes, format_name: str) -> Iterator[tuple[Any, Any]]:
         if stream.codec_context is None or stream.codec_context.codec.canonical_name not in _CODINGS:
             raise InvalidRequestError(f"the video's coding is not read; these are: {', '.join(_CODINGS)}")
         context = stream.codec_context
-        context.options = {"max_pixels": str(VIDEO_PIXELS_MAX)}
-        context.thread_type, context.thread_count = "AUTO", _THREADS
         _check_size(context.width, context.height)
+        padded = (context.width + _MARGIN) * (context.height + _MARGIN)
+        context.options = {"max_pixels": str(max(VIDEO_PIXELS_MAX, padded))}
+        context.thread_type, context.thread_count = "AUTO", _THREADS
         yield container, stream
 
 

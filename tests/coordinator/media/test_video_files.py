@@ -228,6 +228,14 @@ def test_bounds_hold(monkeypatch: pytest.MonkeyPatch, bound: str, value: float, 
 
 
 @needs_video
+@pytest.mark.parametrize("container", CODINGS)
+def test_a_video_of_just_as_many_pixels_is_read(monkeypatch: pytest.MonkeyPatch, container: str) -> None:
+    """FFmpeg holds its own bound against pictures with the margins that decoders add."""
+    monkeypatch.setattr(video_frames, "VIDEO_PIXELS_MAX", 64 * 48)
+    assert len(video_of(video(7, 8, container=container, size=(64, 48)), Sampling()).frames) == 8
+
+
+@needs_video
 def test_large_frames_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video_script, "VIDEO_FRAMES_BYTES_MAX", 4 * 3 * 40 * 30)
     assert len(video_of(video(8, 16), Sampling()).frames) == 4

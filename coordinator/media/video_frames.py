@@ -152,6 +152,7 @@ def _decoded(container: Any, stream: Any, facts: _Facts, end_s: float) -> Iterat
     start = round((container.start_time or 0) / _AV_TIME_BASE / stream.time_base)
     n_read, next_pts = 0, 0
     for packet in container.demux(stream):
+        _check_work(n_read, end_s)  # many packets may give no frame
         try:
             frames = packet.decode()
         except av.InvalidDataError:

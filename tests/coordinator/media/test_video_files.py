@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,15 @@ def test_bounds_hold(monkeypatch: pytest.MonkeyPatch, bound: str, value: float, 
     monkeypatch.setattr(video_frames, bound, value)
     with pytest.raises(InvalidRequestError, match=problem):
         video_of(video(7, 8), Sampling())
+
+
+@needs_video
+def test_packets_that_give_no_pictures_have_an_end_as_well() -> None:
+    packet = SimpleNamespace(decode=list)
+    container = SimpleNamespace(start_time=0, demux=lambda _: [packet])
+    stream = SimpleNamespace(time_base=Fraction(1, 4))
+    with pytest.raises(InvalidRequestError, match="takes longer than"):
+        list(video_frames._decoded(container, stream, video_frames._Facts(1, 2, 2), end_s=0.0))
 
 
 @needs_video

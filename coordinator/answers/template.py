@@ -114,9 +114,13 @@ class Conversation:
             return self._explained(messages, tools, variables)
         return self._tool_template.render(messages, variables, style.form)
 
-    def is_thinking(self, prompt: str) -> bool:
-        """Return whether a rendered prompt ends inside the model's thoughts."""
-        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.open)
+    def is_thinking(self, prompt: str, begun: str = "") -> bool:
+        """Return whether a rendered prompt ends inside the model's thoughts. `begun`: the turn that it lets go on."""
+        if self.thinking is None:
+            return False
+        opened = begun.rfind(self.thinking.open)
+        is_within = opened >= 0 and self.thinking.close not in begun[opened:]
+        return is_within or prompt.rstrip().endswith(self.thinking.open)
 
     def _explained(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
         style = self.style

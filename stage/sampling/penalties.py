@@ -77,8 +77,18 @@ class Penalties:
         self._said = list(said)
         self._position: int | None = None  # of the next token; the first sample sets it
 
-    def apply(self, logits: npt.NDArray[np.float32], position: int, out: npt.NDArray[np.float32]) -> None:
+    def apply(
+        self,
+        logits: npt.NDArray[np.float32],
+        position: int,
+        out: npt.NDArray[np.float32],
+        *,
+        ends_thoughts: bool = True,
+    ) -> bool:
         """Write into `out` the changed logits for the token at `position` (both f32 [n_vocab]).
+
+        Returns whether only one token is left, which ends thoughts that are too long. `ends_thoughts` False: such
+        thoughts go on.
 
         Raises InternalError for a position beyond the next one: the tokens before it are not known here.
         """
@@ -94,8 +104,7 @@ class Penalties:
             self._dry.apply(out, self._latest(self._dry.n_latest))
         if self._bans is not None:
             self._bans.apply(out, position, self._said[max(0, len(self._said) - self._bans.looks_back) :])
-        if self._thoughts is not None:
-            self._thoughts.apply(out, position, self._said)
+        return ends_thoughts and self._thoughts is not None and self._thoughts.apply(out, position, self._said)
 
     def _repeat(self, out: npt.NDArray[np.float32]) -> None:
         tokens = np.unique(np.array(self._latest(self._repetition.n_latest), np.int64))

@@ -275,11 +275,16 @@ class SessionSampler:
 
         Raises InvalidRequestError where its grammar cannot be followed any further.
         """
+        is_led = False
         if self._penalties is not None:
-            self._penalties.apply(logits, position, out)
+            is_led = self._penalties.apply(logits, position, out)
         else:
             np.copyto(out, logits)
-        if self._constraint is not None:
+        if self._constraint is None:
+            return
+        self._constraint.apply(position, out)
+        if is_led and self._penalties is not None and out.max() == -np.inf:  # its grammar forbids that token
+            self._penalties.apply(logits, position, out, ends_thoughts=False)
             self._constraint.apply(position, out)
 
     def picked(self, token: int, logits: npt.NDArray[np.float32], largest: float, position: int) -> Sampled:

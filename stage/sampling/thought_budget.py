@@ -2,7 +2,8 @@
 
 As llama.cpp's reasoning budget: each block of thoughts has the whole budget. Behind it come the last words, token by
 token whatever the logits are, and they end with the mark that ends thoughts. Where the budget ends within a character,
-the character is completed first.
+the character is completed first. Where the answer's grammar forbids a last word, it and those behind it are not
+said: a text in such an answer may name the mark that begins thoughts.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ class ThoughtBudget:
         self._thoughts, self._last_words = Thoughts(marks, begun_at), (*marks.last_words, *marks.end)
         self._n_tokens_max, self._bytes_of = n_tokens_max, bytes_of
 
-    def apply(self, logits: npt.NDArray[np.float32], position: int, said: Sequence[int]) -> None:
+    def apply(self, logits: npt.NDArray[np.float32], position: int, said: Sequence[int]) -> bool:
         """Leave the `logits` (f32 [n_vocab]) of one token alone where thoughts at `position` are too long.
 
-        `said` are the answer's tokens before it, at least the latest ones.
+        `said` are the answer's tokens before it, at least the latest ones. Returns whether one was left alone.
         """
         self._thoughts.go_to(position)
         begun_at = self._thoughts.begun_at
         if begun_at is None or position < begun_at + self._n_tokens_max:
-            return
+            return False
         n_over = position - begun_at - self._n_tokens_max
         at = n_over - self._n_completing(said, n_over)
-        if 0 <= at < len(self._last_words):
-            logits.fill(_NOTHING)
-            logits[self._last_words[at]] = 0.0
+        if not 0 <= at < len(self._last_words) or tuple(said[len(said) - at :]) != self._last_words[:at]:
+            return False
+        logits.fill(_NOTHING)
+        logits[self._last_words[at]] = 0.0
+        return True
 
     def said(self, said: Sequence[int], position: int) -> None:
         """Record that `said` ends with the token picked for the place before `position`."""

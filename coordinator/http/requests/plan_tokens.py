@@ -14,6 +14,8 @@ from relayline.wire.common.bounds import CTX_TOKENS_MAX, LOGIT_BIAS_MAX, SAMPLER
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.common.thoughts import ThoughtMarks
 
+_LINE_ENDS = ("\n", "\n\n", "\r\n", "\r\n\r\n")  # behind a mark of thoughts
+
 
 class PlanTokens:
     """Finds the tokens of plans with one model's tokenizer."""
@@ -76,9 +78,16 @@ class PlanTokens:
         numbers = {**dict(plan.sampling.numbers), "thought_tokens_max": float(plan.thought_tokens_max)}
         if is_thinking:
             numbers["thoughts_begun_at"] = 0.0  # the place follows from each prompt, see `Plan.sampling_of`
-        marks = ThoughtMarks(tuple(begin), tuple(end), tuple(words))
+        lasts = self._lasts_of(thinking.open, begin), self._lasts_of(thinking.close, end)
+        marks = ThoughtMarks(tuple(begin), tuple(end), tuple(words), *lasts)
         sampling = dataclasses.replace(plan.sampling, numbers=tuple(sorted(numbers.items())), thought_marks=marks)
         return dataclasses.replace(plan, sampling=sampling, thought_tokens_max=None, last_words="")
+
+    def _lasts_of(self, mark: str, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens in place of the last one of a mark, where the vocabulary joins it with line ends."""
+        joined = [self._tokenizer.encode(mark + blanks, add_special=False) for blanks in _LINE_ENDS]
+        lasts = {each[-1]: None for each in joined if len(each) == len(tokens) and each[:-1] == [*tokens[:-1]]}
+        return tuple(last for last in lasts if last != tokens[-1])
 
     def _plain(self, text: str, param: str) -> list[int]:
         return self._tokenizer.encode(

@@ -212,7 +212,8 @@ class Preparer:
         self._check_shape(plan)
         work.enter("template")
         rendered, messages, marked = self._rendered(body, plan)
-        is_thinking = self._conversation().is_thinking(rendered)
+        begun = content_text(body.messages[-1].content, "messages") if body.continue_final_message else ""
+        is_thinking = self._conversation().is_thinking(rendered, begun)
         thinking = self._conversation().thinking
         plan = self._plan_tokens.with_thoughts(plan, thinking, ctx_tokens, is_thinking=is_thinking)
         work.enter("tokens")

@@ -540,10 +540,29 @@ async def test_thoughts_have_the_budget_of_the_request(
         "<think>",
         "</think>",
         fields.get("reasoning_budget_message", ""),
+        "",
+        "",
     ]
     assert asked.sampling.number("thought_tokens_max") == budget
     begun_at = len(asked.prompt_tokens) if template is OPENS_THOUGHTS else -1
     assert asked.sampling.number("thoughts_begun_at") == begun_at
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_within"), [("<think>One", True), ("<think>One</think>Two", False), ("One", False)]
+)
+async def test_thoughts_that_a_client_lets_go_on_have_a_budget_too(
+    tokenizer: Tokenizer, begun: str, is_within: bool
+) -> None:
+    async with client_of(tokenizer, "x</think>y", THINKS) as (ask, served):
+        extra = {"thinking_token_budget": 9, "continue_final_message": True}
+        reply = await ask(tools=None, messages=[USER, {"role": "assistant", "content": begun}], extra_body=extra)
+    (asked,) = served.generator.requests
+    assert asked.sampling.number("thoughts_begun_at") == (len(asked.prompt_tokens) if is_within else -1)
+    message = reply.choices[0].message
+    assert (message.content, getattr(message, "reasoning_content", None)) == (
+        ("y", "x") if is_within else ("x</think>y", None)
+    )
 
 
 async def test_each_choice_has_the_budget(tokenizer: Tokenizer) -> None:

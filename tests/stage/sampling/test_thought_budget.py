@@ -17,7 +17,7 @@ from relayline.stage.sampling.penalties import Penalties
 from relayline.stage.sampling.rows import Ask, sample_rows
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.stage.sampling.thought_budget import ThoughtBudget
-from relayline.wire.common.bounds import LAST_WORDS_TOKENS_MAX, THOUGHT_MARK_TOKENS_MAX
+from relayline.wire.common.bounds import LAST_WORDS_BYTES_MAX, LAST_WORDS_TOKENS_MAX, THOUGHT_MARK_TOKENS_MAX
 from relayline.wire.common.errors import ProtocolError
 from relayline.wire.common.thoughts import ThoughtMarks, Thoughts, marks_from, read_last_words
 
@@ -117,6 +117,16 @@ def test_each_pick_is_that_of_the_definition(
     assert [picked(later, at) for at in range(cut, 40)] == wanted[cut:], "elsewhere, behind what was said"
 
 
+def test_marks_that_are_joined_with_the_ends_of_their_lines_are_seen() -> None:
+    marks = ThoughtMarks((1, 2, 3), (4, 2, 3), (), (33,), (33, 34))
+    thoughts = Thoughts(marks)
+    thoughts.read([1, 2, 33, 9, 9], AT)
+    assert thoughts.begun_at == AT + 3
+    thoughts.read([9, 4, 2, 34, 8], AT + 5)
+    assert thoughts.begun_at is None
+    assert marks_from([*marks], 40) == marks
+
+
 MARKED = ((1,), (2,), (3, 4))
 NUMBERS = {"thought_tokens_max": 3.0, "thoughts_begun_at": 7.0}
 
@@ -170,6 +180,22 @@ def test_what_a_grammar_asks_for_comes_behind_the_thoughts() -> None:
     assert said[-3:].isdigit()
 
 
+def test_an_answer_that_names_the_mark_of_thoughts_still_fits_its_grammar() -> None:
+    vocabulary = LLTokenizer(TokenizerWrapper(Bytes()), 257, [256])
+    options = SamplingOptions(
+        temperature=0.0,
+        grammar=r'start: /"[a-z <>]*"/',
+        thought_marks=(tuple(b"<think>"), tuple(b"</think>"), tuple(b"\nSo.\n")),
+        numbers={"thought_tokens_max": 3.0},
+    )
+    sampler, text, said = SessionSampler(options, 257, vocabulary=vocabulary), b'"use <think> for thoughts"', b""
+    for at, byte in enumerate(text):
+        row = np.zeros(257, np.float32)
+        row[byte] = 9.0
+        said += bytes([sampler.sample(row, 3 + at).token])
+    assert said == text
+
+
 @pytest.mark.parametrize(
     "lists",
     [
@@ -191,6 +217,8 @@ def test_invalid_marks_are_refused(lists: tuple[tuple[int, ...], ...]) -> None:
 
 
 def test_last_words_are_bounded_by_their_bytes() -> None:
-    assert read_last_words("x" * LAST_WORDS_TOKENS_MAX)
+    assert read_last_words("1" * LAST_WORDS_BYTES_MAX)
     with pytest.raises(ValueError, match="192 bytes"):
-        read_last_words("ü" * (LAST_WORDS_TOKENS_MAX // 2 + 1))
+        read_last_words("ü" * (LAST_WORDS_BYTES_MAX // 2 + 1))
+    blank_and_digits = (0, *(1 for _ in range(LAST_WORDS_BYTES_MAX)))  # as SentencePiece has a text of digits
+    assert marks_from(((1,), (2,), blank_and_digits), N_VOCAB).last_words == blank_and_digits

@@ -104,7 +104,7 @@ def test_stored_prefixes_take_memory_of_every_stage() -> None:
     hosts = (host("one", 100, gib=1.6), host("other", 100, gib=1.6))
     assert best_split(Instance(MODEL, hosts, LOAD)) is not None
     assert best_split(Instance(MODEL, hosts, stores)) is None
-    assert "prefixMemoryBytes: 0" in explain(Instance(MODEL, hosts, stores)).remedies
+    assert "no stored prefixes (prefixMemoryBytes: 0)" in explain(Instance(MODEL, hosts, stores)).remedies
 
 
 def test_one_more_machine_is_no_remedy_where_a_given_range_does_not_fit() -> None:

@@ -178,15 +178,21 @@ def _audio(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[st
     """Return an audio file: of `input_audio` its `data`, base64 or a data: address; of `audio_url` its `url`."""
     if not takes.audio:
         raise InvalidRequestError.of_field(param, "this model's projector takes images, and no audio")
-    inner = part.get(part["type"])
-    sent = inner.get("data", inner.get("url")) if isinstance(inner, Mapping) else inner
-    if not isinstance(sent, str):
-        raise InvalidRequestError.of_field(param, "needs `data`, the audio file in base64")
+    sent = _sent_in(part, param, "needs `data`, the audio file in base64")
     head = _AUDIO_HEAD.match(sent)
     if head is None and (part["type"] == "audio_url" or ":" in sent[:40]):  # an address
         return _elsewhere(sent, param, "audio is sent itself, in base64", hosts, AUDIO)
     data = _bytes_of(sent, head.end() if head else 0, param, "an audio file")
     return audio_file(data, param)
+
+
+def _sent_in(part: Mapping[str, Any], param: str, needs: str) -> str:
+    """Return the text of a part: base64 or an address. Raises InvalidRequestError, with what it `needs`, for none."""
+    inner = part.get(part["type"])
+    sent = inner.get("data", inner.get("url")) if isinstance(inner, Mapping) else inner
+    if not isinstance(sent, str):
+        raise InvalidRequestError.of_field(param, needs)
+    return sent
 
 
 def audio_file(data: bytes, param: str) -> MediaFile:
@@ -201,10 +207,7 @@ def _video(part: Mapping[str, Any], param: str, takes: Takes, hosts: Sequence[st
     if not takes.video:
         text = NO_VIDEO_LIBRARY if takes.images else "this model's projector takes audio, and no images or videos"
         raise InvalidRequestError.of_field(param, text)
-    inner = part.get(part["type"])
-    sent = inner.get("data", inner.get("url")) if isinstance(inner, Mapping) else inner
-    if not isinstance(sent, str):
-        raise InvalidRequestError.of_field(param, "needs `url`, an address, or `data`, the video in base64")
+    sent = _sent_in(part, param, "needs `url`, an address, or `data`, the video in base64")
     head = _VIDEO_HEAD.match(sent)
     if head is None and (part["type"] == "video_url" or ":" in sent[:40]):  # an address
         return _elsewhere(sent, param, "a video is sent itself, as data:video/mp4;base64,...", hosts, VIDEO)
